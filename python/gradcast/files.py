@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gradcast._core import LinkModel, Plan, Profile
 from gradcast.errors import Error
@@ -122,6 +122,15 @@ def scaled_profile(
         for key in factors.keys() & owner.keys():
             owner[key] = round(owner[key] * factors[key])
     return Profile.from_json(json.dumps(fields))
+
+
+def with_fields(profile: Profile, **fields: Any) -> Profile:
+    """The profile with these fields of its JSON. All others, unknown ones included, stay as they are."""
+    return Profile.from_json(json.dumps(json.loads(profile.to_json()) | fields))
+
+
+def tensor_fields(profile: Profile) -> list[dict[str, Any]]:
+    return json.loads(profile.to_json())["tensors"]
 
 
 def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from gradcast import _core
+from gradcast.files import with_fields
 from gradcast.host_traffic import RING, TWO_LEVEL, Hosts, leaving_share
 
 
@@ -21,8 +22,7 @@ class MeasuredExchange:
 
 
 def with_exchange(profile: _core.Profile, exchange: MeasuredExchange) -> _core.Profile:
-    fields = json.loads(profile.to_json())
-    return _core.Profile.from_json(json.dumps(fields | {"exchange": asdict(exchange) | asdict(exchange.hosts)}))
+    return with_fields(profile, exchange=asdict(exchange) | asdict(exchange.hosts))
 
 
 def exchange_of(profile: _core.Profile) -> MeasuredExchange | None:
@@ -40,5 +40,5 @@ def in_a_ring(profile: _core.Profile) -> _core.Profile:
     if found is None or found.hosts.count == 1:
         return profile
     share = leaving_share(found.hosts, RING) / leaving_share(found.hosts, found.form, found.wire)
-    fields = json.loads(profile.to_json()) | {"link": json.loads(profile.link.scaled(1, share).to_json())}
-    return with_exchange(_core.Profile.from_json(json.dumps(fields)), MeasuredExchange(found.hosts, RING, "fp32"))
+    ring = with_fields(profile, link=json.loads(profile.link.scaled(1, share).to_json()))
+    return with_exchange(ring, MeasuredExchange(found.hosts, RING, "fp32"))

@@ -7,13 +7,13 @@ bucket. It leaves out the time that the factors take to compute.
 Source: torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py; Vogels et al., "PowerSGD" (NeurIPS 2019).
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from gradcast.errors import Error
+from gradcast.files import tensor_fields, with_fields
 
 # The rank that the doctor tries, as the paper does for language models.
 USUAL_RANK = 4
@@ -22,15 +22,15 @@ MIN_COMPRESSION_RATE = 2.0
 
 
 def with_shapes(profile: _core.Profile, shapes: Mapping[str, Sequence[int]]) -> _core.Profile:
-    fields = json.loads(profile.to_json())
-    for tensor in fields["tensors"]:
+    tensors = tensor_fields(profile)
+    for tensor in tensors:
         if tensor["name"] in shapes:
             tensor["shape"] = list(shapes[tensor["name"]])
-    return _core.Profile.from_json(json.dumps(fields))
+    return with_fields(profile, tensors=tensors)
 
 
 def has_shapes(profile: _core.Profile) -> bool:
-    return any("shape" in tensor for tensor in json.loads(profile.to_json())["tensors"])
+    return any("shape" in tensor for tensor in tensor_fields(profile))
 
 
 def sent_elements(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
@@ -62,7 +62,7 @@ def _sent(profile: _core.Profile, rank: int) -> Iterator[tuple[int, list[int]]]:
             "measure it again, or leave out --powersgd"
         )
     by_buffer: dict[int, list[dict]] = {}
-    for tensor in json.loads(profile.to_json())["tensors"]:
+    for tensor in tensor_fields(profile):
         by_buffer.setdefault(tensor["buffer"], []).append(tensor)
     for tensors in by_buffer.values():
         # Gradients that were measured with 8-bit numbers are counted in groups of fp32.

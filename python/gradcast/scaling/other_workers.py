@@ -8,6 +8,7 @@ import json
 
 from gradcast import _core
 from gradcast.comparison.measured_exchange import MeasuredExchange, exchange_of, with_exchange
+from gradcast.files import with_fields
 from gradcast.host_traffic import RING
 from gradcast.scaling.growth import Growth, Network
 
@@ -31,6 +32,5 @@ def for_workers(profile: _core.Profile, now: MeasuredExchange) -> _core.Profile:
     before = exchange_of(profile)
     counts = [len(each.hosts.host_of) if each.form == RING else each.hosts.count for each in (before, now)]
     link = Growth(Network("measured", ((counts[0], profile.link),))).estimate("ring", counts[1]).link
-    fields = json.loads(profile.to_json())
-    fields |= {"link": json.loads(link.to_json()), "world_size": len(now.hosts.host_of)}
-    return with_exchange(_core.Profile.from_json(json.dumps(fields)), now)
+    changed = with_fields(profile, link=json.loads(link.to_json()), world_size=len(now.hosts.host_of))
+    return with_exchange(changed, now)

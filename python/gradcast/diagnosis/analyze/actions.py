@@ -5,7 +5,6 @@ of the network's costs, between which nine tenths of the measured blocks lie, or
 step that an action removes.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, Breakdown, synchronized_ms
 from gradcast.diagnosis.runs import WORTHWHILE_SPEEDUP
+from gradcast.files import tensor_fields, with_fields
 from gradcast.host_traffic import RING, WIRE_SHARES, WORTHWHILE_COST, Hosts, wire_cost
 
 _MS = 1e6
@@ -108,17 +108,13 @@ def early_waits(situation: Situation) -> list[dict[str, Any]]:
     for use in situation.setup.early_uses:
         ms = None
         if profile is not None:
-            needed = [t | ({"need_ns": 0} if t["name"] in use["parameters"] else {}) for t in _json(profile)["tensors"]]
-            early = _core.Profile.from_json(json.dumps(_json(profile) | {"tensors": needed}))
-            link = situation.own_link
+            names, link = use["parameters"], situation.own_link
+            tensors = [each | ({"need_ns": 0} if each["name"] in names else {}) for each in tensor_fields(profile)]
+            early = with_fields(profile, tensors=tensors)
             ends_ns = [_core.make_plan(each, link, mode="overlap").predicted_ns for each in (early, profile)]
             ms = max(0.0, (ends_ns[0] - ends_ns[1]) / _MS)
         found.append({key: use[key] for key in ("where", "what", "advice")} | {"ms": ms})
     return sorted(found, key=lambda each: -(each["ms"] or 0.0))
-
-
-def _json(profile: _core.Profile) -> dict[str, Any]:
-    return json.loads(profile.to_json())
 
 
 # --- Actions that change what is sent, and how ---

@@ -1,6 +1,5 @@
 """Predicts with ``play`` what misconfigurations cost: DDP's step with gradients or buckets as a fix would have them."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
+from gradcast.files import tensor_fields, with_fields
 
 # Candidate caps of all buckets if DDP's first bucket is late; smaller ones than torch's default.
 _CAPS_MIB = (1, 2, 4, 8, 16, 25)
@@ -71,10 +71,10 @@ def predicted(
 
 def _with_even_gradients(profile: _core.Profile) -> _core.Profile:
     """Gradients become ready evenly over backward, the least urgent first, about as with layers compiled one by one."""
-    fields = json.loads(profile.to_json())
-    for index, tensor in enumerate(fields["tensors"]):
-        tensor["ready_ns"] = round(profile.backward_ns * (1 - index / len(profile.tensors)))
-    return _core.Profile.from_json(json.dumps(fields))
+    tensors = tensor_fields(profile)
+    for index, tensor in enumerate(tensors):
+        tensor["ready_ns"] = round(profile.backward_ns * (1 - index / len(tensors)))
+    return with_fields(profile, tensors=tensors)
 
 
 def buckets(
