@@ -10,17 +10,16 @@ optimizers are disabled.
 """
 
 import copy
-import functools
-import random
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers_module
+
+from gradcast.random_state import random_state, restore_random_state
 
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -44,7 +43,7 @@ class Snapshot:
         # The dictionaries are replaced, not emptied, because torch may be iterating over the old ones.
         self._hooks = [(optimizers_module, name, getattr(optimizers_module, name)) for name in _GLOBAL_HOOKS]
         self._hooks += [(each, name, getattr(each, name)) for each in optimizers for name in _OWN_HOOKS]
-        self._random_restorers = _random_restorers()
+        self._random = [(device, random_state(device)) for device in {each.device for each in parameters}]
         for owner, name, _ in self._hooks:
             setattr(owner, name, OrderedDict())
         for each, _ in self._gradients:
@@ -64,8 +63,8 @@ class Snapshot:
             each.restore()
         for owner, name, hooks in self._hooks:
             setattr(owner, name, hooks)
-        for put_back in self._random_restorers:
-            put_back()
+        for device, state in self._random:
+            restore_random_state(state, device)
 
 
 class _Contents:
@@ -99,13 +98,3 @@ def _copy(value: Any) -> Any:
 def _restore_tensor(tensor: torch.Tensor, kept: torch.Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(kept)
-
-
-def _random_restorers() -> list[Callable[[], None]]:
-    """Returns what sets all random generators back to their present states."""
-    pairs = [(random.setstate, random.getstate), (torch.set_rng_state, torch.get_rng_state)]
-    if "numpy" in sys.modules:
-        pairs.append((sys.modules["numpy"].random.set_state, sys.modules["numpy"].random.get_state))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        pairs.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all))
-    return [functools.partial(put_back, state()) for put_back, state in pairs]

@@ -86,13 +86,11 @@ th { font-weight: 500; }
 .r { padding-left: .7rem; padding-right: .7rem; text-align: right; white-space: nowrap; }
 thead th, thead th.r { color: var(--soft); font-size: .84rem; max-width: 11em;
   vertical-align: bottom; white-space: normal; }
-td small { color: var(--soft); display: block; }
-th small { color: var(--soft); display: block; font-weight: 400; }
 .gain svg { display: block; width: 150px; }
 code { background: var(--card); border-radius: 4px;
   font: .86em/1.4 ui-monospace, "SFMono-Regular", Menlo, Consolas, "DejaVu Sans Mono", monospace;
   overflow-wrap: break-word; padding: .1em .35em; }
-td:has(> code), th:has(> code) { min-width: 15em; }
+td:has(> code) { min-width: 15em; }
 summary { cursor: pointer; font-size: .9rem; padding: .2rem 0; }
 details caption { display: none; }
 .findings { margin: 0 0 1rem; padding-left: 1.2rem; }
