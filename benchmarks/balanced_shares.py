@@ -8,10 +8,9 @@ with gradcast.BalancedBatchSampler. "slowed": rank 3 computes at half speed in t
 """
 
 import argparse
-import logging
 import statistics
 import sys
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import gradcast
-from benchmarks.on_hosts import measured, one_rank, parser_of, spread, write
+from benchmarks.on_hosts import measured, parser_of, spread
 from benchmarks.pages import run_program
 from gradcast.files import load_profile
-from gradcast.lab.adapt_worker import LogRecorder
-from gradcast.lab.models import StandInTask
+from gradcast.lab.adapt_worker import recorded_log
+from gradcast.lab.models import Batch, StandInTask
 from gradcast.lab.settings import Settings
+from gradcast.lab.trainer import Training
 from gradcast.shares import best_shares, even_shares
 
 # By rank, in the changed part of the steps.
@@ -47,55 +47,45 @@ class Fixed:
         return ([0] * self._share for _ in range(self._steps))
 
 
-def worker(args: argparse.Namespace) -> None:
-    """One rank in one way; rank 0 writes its steps, and prints what gradcast logs."""
-    with one_rank(promptly=True) as own:
-        write(args.worker, train(args, own))
-
-
-def train(args: argparse.Namespace, rank: int) -> list[dict[str, Any]]:
-    recorder = LogRecorder()
-    logging.getLogger("gradcast").addHandler(recorder)
-    logging.getLogger("gradcast").setLevel(logging.INFO)
+def train(args: argparse.Namespace, scenario: str, way: str, step_count: int) -> list[dict[str, Any]]:
+    """One rank in one way: its steps. Prints what gradcast logs."""
+    recorder, rank = recorded_log(), dist.get_rank()
     profile = load_profile("resnet50", args.scale).to_json()
-    task = StandInTask(Settings("resnet50", profile, (), (), scale_size=args.scale_size), rank)
-    module, slowness = task.module(), SCENARIOS[args.scenario]
+    task = StandInTask(Settings("resnet50", profile, scale_size=args.scale_size), rank)
+    module, slowness = task.module(), SCENARIOS[scenario]
     optimizer = task.optimizer(module)
     model, handle = module, None
-    if args.way == "ddp":
+    if way == "ddp":
         model = DistributedDataParallel(module)
     else:
         handle = gradcast.attach(module, optimizer, options=gradcast.Options(weight="samples"))
     even = even_shares(_BATCH, dist.get_world_size())
-    shares = best_shares(_BATCH, slowness) if args.way == "best" else even
-    sampler: Any = Fixed(shares[rank], args.steps)
-    if args.way == "balanced":
-        sampler = gradcast.BalancedBatchSampler(range(_BATCH * args.steps), handle, _BATCH, every=_EVERY)
-    data = torch.zeros(_BATCH * args.steps)
+    shares = best_shares(_BATCH, slowness) if way == "best" else even
+    sampler: Any = Fixed(shares[rank], step_count)
+    if way == "balanced":
+        sampler = gradcast.BalancedBatchSampler(range(_BATCH * step_count), handle, _BATCH, every=_EVERY)
+    data = torch.zeros(_BATCH * step_count)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=1, prefetch_factor=_PREFETCH)
-    steps = []
-    start = time.perf_counter()
-    for number, samples in enumerate(loader):
-        recorder.step = number
-        is_slow = args.scenario != "slowed" or args.steps // 3 <= number < 2 * args.steps // 3
-        task.device.factor = (slowness[rank] if is_slow else 1) * len(samples) / even[0]
-        optimizer.zero_grad()
-        # The input requires a gradient so that autograd also runs the first layer's backward.
-        model(torch.zeros(len(samples), 1, requires_grad=True)).sum().backward()
-        optimizer.step()
-        end = time.perf_counter()
-        steps.append({"ms": 1e3 * (end - start), "samples": len(samples)})
-        start = end
-    if handle is not None:
-        handle.detach()
+    sizes: list[int] = []
+
+    def batches() -> Iterator[Batch]:
+        for number, samples in enumerate(loader):
+            recorder.step = number
+            is_slow = scenario != "slowed" or step_count // 3 <= number < 2 * step_count // 3
+            task.device.factor = (slowness[rank] if is_slow else 1) * len(samples) / even[0]
+            sizes.append(len(samples))
+            # The input requires a gradient so that autograd also runs the first layer's backward.
+            yield torch.zeros(len(samples), 1, requires_grad=True), samples
+
+    training = Training(task, model, optimizer, handle)
+    steps = [{"ms": ms, "samples": sizes[-1]} for ms in training.steps(batches())]
+    training.detach()
     return steps
 
 
 def measure(args: argparse.Namespace, scenario: str, way: str, steps: int) -> list[dict[str, Any]]:
     print(f"{scenario}, {way}:", file=sys.stderr)
-    arguments = [f"--scenario={scenario}", f"--way={way}", f"--steps={steps}"]
-    arguments += [f"--scale={args.scale:g}", f"--scale-size={args.scale_size:g}"]
-    return measured("balanced_shares", args.hosts, args.rate, arguments)
+    return measured(train, args.hosts, args.rate, args, scenario, way, steps, promptly=True)
 
 
 def steady(args: argparse.Namespace, scenario: str) -> list[list[Any]]:
@@ -143,7 +133,7 @@ def slowed(args: argparse.Namespace) -> list[list[Any]]:
     return rows
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, rate="1gbit", hosts=4)
     parser.add_argument("--scale", type=float, default=0.4, help="of the stand-in's compute")
     parser.add_argument("--scale-size", type=float, default=0.05, help="of its gradients")
@@ -151,12 +141,7 @@ def main() -> int:
     parser.add_argument("--slowed-steps", type=int, default=100, help="before, in and after the slow part")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SCENARIOS))
-    for hidden in ("--scenario", "--way"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return 0
     for _ in range(args.rounds):
         rows = [row for name in args.only if name != "slowed" for row in steady(args, name)]
         headers = ["scenario", "shares", "ms", "80 % of steps", "samples of rank 0", "speed, DDP = 1", "of the best"]
@@ -172,7 +157,6 @@ def main() -> int:
             ]
             print(f"every={_EVERY}, {_PREFETCH} batches prefetched")
             print(tabulate(slowed(args), headers, disable_numparse=True))
-    return 0
 
 
 if __name__ == "__main__":

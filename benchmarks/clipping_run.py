@@ -8,25 +8,22 @@ texts, in turns of 8 steps. The first step of each turn is trained, but not time
 error.
 """
 
-import argparse
 import logging
 import math
-import os
 import statistics
 import sys
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
-from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, write
+from benchmarks.on_hosts import in_turns, measured, parser_of
 from benchmarks.pages import run_program
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
+from gradcast.lab.trainer import Training, ddp_alone
 from gradcast.palette import CHANGED, CURVES
 from gradcast.units import format_bandwidth
 
@@ -35,66 +32,46 @@ _TURN_STEPS = 8
 _WINDOW_STEPS = 64  # over which stats() counts certified steps
 
 
-class Copy:
+class Copy(Training):
     """The model as it is trained with DDP or with gradcast."""
 
     def __init__(self, task: Task, *, ddp: bool) -> None:
-        self._task, self._module = task, task.module()
-        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=1e-3)
-        self.losses: list[float] = []
+        module = task.module()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        if ddp:
+            super().__init__(task, ddp_alone(module), optimizer)
+            self.before_step = lambda: nn.utils.clip_grad_norm_(module.parameters(), _MAX_NORM)
+        else:
+            options = gradcast.Options(max_grad_norm=_MAX_NORM)
+            super().__init__(task, module, optimizer, gradcast.attach(module, optimizer, options=options))
         self.times_ms: list[list[float]] = []  # by turn
         # After each turn: the share of the last steps that were certified, and whether the steps follow DDP's plan.
         self.shares: list[float | None] = []
         self.plans: list[str] = []
-        self._called: nn.Module = self._module
-        self._handle = None
-        if ddp:
-            self._called = DistributedDataParallel(self._module, process_group=dist.new_group())
-        else:
-            options = gradcast.Options(max_grad_norm=_MAX_NORM)
-            self._handle = gradcast.attach(self._module, self._optimizer, options=options)
 
-    def train(self) -> None:
-        batches = self._task.batches(len(self.losses), _TURN_STEPS)
-        dist.barrier()
-        times_ms = []
-        for inputs, targets in batches:
-            start = time.perf_counter()
-            self._optimizer.zero_grad()
-            loss = self._task.loss(self._called(inputs), targets)
-            loss.backward()
-            if self._handle is None:
-                nn.utils.clip_grad_norm_(self._module.parameters(), _MAX_NORM)
-            self._optimizer.step()
-            self.losses.append(loss.item())
-            times_ms.append(1e3 * (time.perf_counter() - start))
-        self.times_ms.append(times_ms[1:])  # the first finds caches and TCP's windows as the other copy has left them
-        if self._handle is not None:
-            self._handle.flush()
-            stats = self._handle.stats()
+    def make_turn(self) -> None:
+        self.times_ms.append(self.turn(_TURN_STEPS))
+        if self.handle is not None:
+            stats = self.handle.stats()
             self.shares.append((stats["clipping"] or {}).get("certified_share"))
-            self.plans.append("DDP's" if stats["runs_as_ddp"] else f"{self._handle.plan.mode} mode's")
+            self.plans.append("DDP's" if stats["runs_as_ddp"] else f"{self.handle.plan.mode} mode's")
 
     def facts(self) -> dict[str, Any]:
-        return {"losses": self.losses, "times_ms": self.times_ms, "shares": self.shares, "plans": self.plans}
-
-    def detach(self) -> None:
-        if self._handle is not None:
-            self._handle.detach()
+        losses = [loss.item() for loss in self.losses]
+        return {"losses": losses, "times_ms": self.times_ms, "shares": self.shares, "plans": self.plans}
 
 
-def worker(args: argparse.Namespace) -> None:
+def train(batch: int, rounds: int) -> dict[str, dict[str, Any]]:
     """One rank."""
-    if int(os.environ["RANK"]) == 0:
+    if dist.get_rank() == 0:
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    with one_rank() as own:
-        task = make_task(Settings("char_gpt", None, (), (), batch=args.batch), own)
-        copies = {name: Copy(task, ddp=name == "ddp") for name in ("ddp", "overlap")}
-        for name in in_turns([*copies], args.rounds):
-            copies[name].train()
-        write(args.worker, {name: copy.facts() for name, copy in copies.items()})
-        for copy in copies.values():
-            copy.detach()
+    task = make_task(Settings("char_gpt", batch=batch), dist.get_rank())
+    copies = {name: Copy(task, ddp=name == "ddp") for name in ("ddp", "overlap")}
+    for name in in_turns([*copies], rounds):
+        copies[name].make_turn()
+    for copy in copies.values():
+        copy.detach()
+    return {name: copy.facts() for name, copy in copies.items()}
 
 
 def report(facts: dict[str, dict[str, Any]]) -> list[str]:
@@ -149,21 +126,17 @@ def draw(path: str, facts: dict[str, dict[str, Any]]) -> None:
     save(figure, path)
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, rate="200mbit")
     parser.add_argument("--batch", type=int, default=24, help="of each rank (default: 24)")
     parser.add_argument("--rounds", type=int, default=40, help="turns of 8 steps of each copy (default: 40)")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="draw it")
     args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return 0
-    facts = measured("clipping_run", args.hosts, args.rate)
+    facts = measured(train, args.hosts, args.rate, args.batch, args.rounds)
     print(f"char_gpt, {args.hosts} hosts, {format_bandwidth(args.rate)}")
     print("\n".join(report(facts)))
     if args.output:
         draw(args.output, facts)
-    return 0
 
 
 if __name__ == "__main__":

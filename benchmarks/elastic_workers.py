@@ -7,62 +7,45 @@ handle.state_dict() of the one before, as after an elastic restart.
 """
 
 import argparse
-import json
 import logging
 import statistics
 import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from tabulate import tabulate
 
 import gradcast
-from benchmarks.on_hosts import measured, one_rank, parser_of, write
+from benchmarks.on_hosts import measured, parser_of
 from benchmarks.pages import run_program
 from gradcast.files import load_profile
 from gradcast.lab.models import StandInTask
 from gradcast.lab.settings import Settings
+from gradcast.lab.trainer import Training
 
 _CALIBRATION_STEPS = 9  # of a new plan, that may correct it
 _LEFT_OUT = 2  # the first steps open TCP's windows
 
 
-def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes its steps and the state for the next training."""
-    with one_rank(promptly=True) as own:
-        if own == 0:
-            logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-        profile = load_profile("resnet50", args.scale).to_json()
-        task = StandInTask(Settings("resnet50", profile, (), (), scale_size=args.scale_size), own)
-        module = task.module()
-        optimizer = task.optimizer(module)
-        handle = gradcast.attach(module, optimizer)
-        if args.state:
-            handle.load_state_dict(json.loads(Path(args.state).read_text()) if own == 0 else {})
-        steps = []
-        start = time.perf_counter()
-        for inputs, targets in task.batches(0, args.steps):
-            optimizer.zero_grad()
-            task.loss(module(inputs), targets).backward()
-            optimizer.step()
-            end = time.perf_counter()
-            told = {"predicted_ms": handle.stats()["predicted_ms"], "measures": handle.measuring}
-            steps.append({"ms": 1e3 * (end - start)} | told)
-            start = end
-        write(args.worker, {"steps": steps, "state": handle.state_dict()})
-        handle.detach()
-
-
-def measure(args: argparse.Namespace, hosts: int, state: dict[str, Any] | None) -> dict[str, Any]:
-    arguments = [f"--steps={args.steps}", f"--scale={args.scale:g}", f"--scale-size={args.scale_size:g}"]
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        if state is not None:
-            file.write(json.dumps(state))
-            file.flush()
-            arguments.append(f"--state={file.name}")
-        return measured("elastic_workers", hosts, args.rate, arguments)
+def train(args: argparse.Namespace, state: dict[str, Any] | None) -> dict[str, Any]:
+    """One rank: its steps, and the state for the next training."""
+    own = dist.get_rank()
+    if own == 0:
+        logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    profile = load_profile("resnet50", args.scale).to_json()
+    task = StandInTask(Settings("resnet50", profile, scale_size=args.scale_size), own)
+    module = task.module()
+    optimizer = task.optimizer(module)
+    handle = gradcast.attach(module, optimizer)
+    if state is not None:
+        handle.load_state_dict(state if own == 0 else {})
+    steps = [
+        {"ms": ms, "predicted_ms": handle.stats()["predicted_ms"], "measures": handle.measuring}
+        for ms in Training(task, module, optimizer).steps(task.batches(0, args.steps))
+    ]
+    state = handle.state_dict()
+    handle.detach()
+    return {"steps": steps, "state": state}
 
 
 def row(hosts: int, steps: list[dict[str, Any]]) -> list[Any]:
@@ -77,25 +60,20 @@ def row(hosts: int, steps: list[dict[str, Any]]) -> list[Any]:
     return cells
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, rate="200mbit", hosts=None)
     parser.add_argument("--hosts", type=lambda text: [int(each) for each in text.split(",")], default=[8, 6, 8])
     parser.add_argument("--scale", type=float, default=1.0, help="of the stand-in's compute")
     parser.add_argument("--scale-size", type=float, default=0.04, help="of its gradients")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--state", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return 0
     rows, state = [], None
     for hosts in args.hosts:
-        facts = measure(args, hosts, state)
+        facts = measured(train, hosts, args.rate, args, state, promptly=True)
         state = facts["state"]
         rows.append(row(hosts, facts["steps"]))
     again = ["predicted, ms", "took, ms", "range", "off by"]
     print(tabulate(rows, ["hosts", "steps without a plan", *again, *again], disable_numparse=True))
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ parameters and on the same batches. Of each rank's images a share is drawn at ra
 over the ranks (0, 60 or 100 %). Bytes are what each rank gives to all-reduces. A third of the images is held out.
 """
 
-import argparse
-import json
 import statistics
 import sys
 from typing import Any
@@ -23,15 +21,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
-from benchmarks.on_hosts import add_worker, one_rank, write
-from benchmarks.pages import append, parser_of, read_record, run_program, show
+from benchmarks.on_hosts import TIMEOUT_S, name_of
+from benchmarks.pages import append, find_run, parser_of, read_record, run_program, show
 from gradcast.lab.models import load_example
 from gradcast.lab.workers import run_for_result
 
 _RANKS, _SKEWS = 4, (0, 60, 100)
 _HELD_OUT = 597  # of 1,797 images
 _BATCH = 25
-_TIMEOUT_S = 600.0
 
 
 def shares_of(targets: torch.Tensor, skew: int, chance: torch.Generator) -> list[torch.Tensor]:
@@ -84,6 +81,11 @@ def train(skew: int, seed: int, epochs: int, *, local: bool) -> dict[str, Any]:
     return facts | {"accuracy": accuracy(model, held_out), "every": every}
 
 
+def train_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One rank."""
+    return [train(**job) for job in jobs]
+
+
 def table(runs: list[dict[str, Any]]) -> str:
     """Means over the seeds; differences are paired by seed."""
     found = {(run["skew"], run["seed"], run["local"]): run for run in runs}
@@ -107,29 +109,21 @@ def table(runs: list[dict[str, Any]]) -> str:
     return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, "label_skew.jsonl")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=5)
-    add_worker(parser)
-    parser.add_argument("--jobs", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        with one_rank():
-            write(args.worker, [train(**job) for job in args.jobs])
-        return 0
     variants = [{"epochs": args.epochs, "skew": skew, "local": local} for skew in _SKEWS for local in (False, True)]
     jobs = [variant | {"seed": seed} for seed in range(args.seeds) for variant in variants]
     for seed in range(args.seeds):
         known = read_record(args.record)
-        missing = [job for job in jobs if job["seed"] == seed and not any(job.items() <= run.items() for run in known)]
+        missing = [job for job in jobs if job["seed"] == seed and find_run(known, job) is None]
         if missing:
-            arguments = ["--jobs", json.dumps(missing), "--worker"]
-            for run in run_for_result("benchmarks.label_skew", arguments, _RANKS, timeout_s=_TIMEOUT_S):
+            for run in run_for_result(name_of(train_all), [missing], _RANKS, timeout_s=TIMEOUT_S):
                 append(args.record, run)
-    runs = [run for run in read_record(args.record) if any(job.items() <= run.items() for job in jobs)]
-    show(table(runs), "label-skew", args.refresh)
-    return 0
+    record = read_record(args.record)
+    show(table([find_run(record, job) for job in jobs]), "label-skew", args.refresh)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ the step of one rank alone with the same local steps, so it includes the outer u
 all-reduces take one after the other on the idle network.
 """
 
-import argparse
-import importlib.resources
 import statistics
 import sys
 import time
@@ -19,15 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
-from benchmarks.on_hosts import add_worker, measured, one_rank, write
+from benchmarks.on_hosts import measured
 from benchmarks.pages import parser_of, run_program, show
+from gradcast.comparison.compare import total_bytes
 from gradcast.lab.counters import sent_bytes
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
+from gradcast.lab.trainer import Training
 from gradcast.local_steps import predicted_step_ns
 
 _MODEL_BYTES = 6e6
@@ -36,17 +35,6 @@ _STEPS_MIN = 40  # that are measured of each training
 _PLAIN_STEPS = 12
 _REPEATS = 5  # of the communication of a round
 _FORMS = {"streamed": {}, "blocking": {"outer_overlap": 0}}
-
-
-def steps_ms(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
-    found = []
-    for inputs, targets in task.batches(0, count):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        task.loss(model(inputs), targets).backward()
-        optimizer.step()
-        found.append(1e3 * (time.perf_counter() - start))
-    return found
 
 
 def communication_ms(block_bytes: list[int]) -> float:
@@ -77,10 +65,11 @@ def whole_rounds(
     optimizer = task.optimizer(module)
     handle = gradcast.attach(module, optimizer, process_group=group, options=options)
     every = options.sync_every
-    steps_ms(task, module, optimizer, 2 * every)  # the first sends nothing
+    training = Training(task, module, optimizer)
+    training.train(2 * every)  # the first sends nothing
     count = every * -(-_STEPS_MIN // every)
     before, start = sent_bytes(), time.perf_counter()
-    steps_ms(task, module, optimizer, count)
+    training.train(count)
     step_ms = 1e3 * (time.perf_counter() - start) / count
     return handle, largest(step_ms), (sent_bytes() - before) / count
 
@@ -110,17 +99,15 @@ def local(task: Task, every: int, form: str, alone: dist.ProcessGroup) -> dict[s
 def train(settings: Settings, every: list[int]) -> dict[str, Any]:
     """One rank."""
     task = make_task(settings, dist.get_rank())
-    device = task.device
     module = task.module()
-    optimizer = task.optimizer(module)
-    alone_ms = statistics.median(steps_ms(task, module, optimizer, _PLAIN_STEPS))
-    device.factor = _COMPUTE_MS / alone_ms
-    compute_ms = largest(statistics.median(steps_ms(task, module, optimizer, _PLAIN_STEPS)))
-    ddp = DistributedDataParallel(module)
-    steps_ms(task, ddp, optimizer, 3)
+    plain = Training(task, module, task.optimizer(module))
+    task.device.factor = _COMPUTE_MS / statistics.median(plain.train(_PLAIN_STEPS))
+    compute_ms = largest(statistics.median(plain.train(_PLAIN_STEPS)))
+    ddp = Training(task, DistributedDataParallel(module), plain.optimizer)
+    ddp.train(3)
     dist.barrier()
     before = sent_bytes()
-    ddp_ms = largest(statistics.median(steps_ms(task, ddp, optimizer, _PLAIN_STEPS)))
+    ddp_ms = largest(statistics.median(ddp.train(_PLAIN_STEPS)))
     ddp_sent = (sent_bytes() - before) / _PLAIN_STEPS
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     alone = groups[dist.get_rank()]
@@ -129,14 +116,11 @@ def train(settings: Settings, every: list[int]) -> dict[str, Any]:
 
 
 def measure(hosts: int, ratio: float, every: list[int]) -> dict[str, Any]:
-    text = (importlib.resources.files("gradcast") / "data" / "resnet18.json").read_text()
-    size = sum(tensor.bytes for tensor in gradcast.Profile.from_json(text).tensors)
+    profile = gradcast.load_profile("resnet18")
     leaving_bytes = 2 * (hosts - 1) / hosts * _MODEL_BYTES
     rate = 8e3 * leaving_bytes / (ratio * _COMPUTE_MS)
-    settings = Settings("resnet18", text, (rate,) * hosts, (), scale_size=_MODEL_BYTES / size)
-    return measured(
-        "local_steps", hosts, rate, ["--every", ",".join(map(str, every)), "--settings", settings.to_json()]
-    )
+    settings = Settings("resnet18", profile.to_json(), scale_size=_MODEL_BYTES / total_bytes(profile))
+    return measured(train, hosts, rate, settings, every, promptly=True)
 
 
 def table(found: dict[float, dict[str, Any]]) -> str:
@@ -169,24 +153,17 @@ def numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
     parser.add_argument("--ratios", type=numbers, default="2,6,20", help="communication over compute")
     parser.add_argument("--every", type=numbers, default="5,10,20,50", help="H, in steps")
-    parser.add_argument("--settings", help=argparse.SUPPRESS)
-    add_worker(parser)
     args = parser.parse_args()
     every = [int(each) for each in args.every]
-    if args.worker:
-        with one_rank(promptly=True):
-            write(args.worker, train(Settings.from_json(args.settings), every))
-        return 0
     found = {ratio: measure(args.hosts, ratio, every) for ratio in args.ratios}
     for ratio, facts in found.items():
         print(f"{ratio:g}: compute {facts['compute_ms']:.1f} ms, DDP {facts['ddp_ms']:.1f} ms", file=sys.stderr)
     show(table(found), "local-steps", args.refresh)
-    return 0
 
 
 if __name__ == "__main__":

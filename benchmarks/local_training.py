@@ -17,9 +17,7 @@ With ``--rate`` hosts with links of that rate make some steps of each variant, a
 time that the steps take there.
 """
 
-import argparse
 import copy
-import json
 import platform
 import statistics
 import sys
@@ -35,12 +33,13 @@ from torch.nn.functional import cross_entropy
 
 import gradcast
 from benchmarks.int8_training import char_gpt
-from benchmarks.on_hosts import add_worker, measured, one_rank, write
-from benchmarks.pages import append, parser_of, read_record, run_program, show
+from benchmarks.on_hosts import measured
+from benchmarks.pages import append, find_run, parser_of, read_record, run_program, show
 from benchmarks.stacked_gpt import MOMENTUM, Stack, chances, first_local_step, rates
 from gradcast.cli.common import BANDWIDTH
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
+from gradcast.lab.trainer import Training
 from gradcast.palette import CURVES
 from gradcast.training.local import outer
 
@@ -189,28 +188,29 @@ def attached(run: dict[str, Any], module: nn.Module, optimizer: torch.optim.Opti
 
 def step_s(run: dict[str, Any]) -> float:
     """How long a step of this rank takes: the mean over whole rounds, all updates included."""
-    task = make_task(Settings("char_gpt", None, (1.0,), (), width=run["width"], batch=run["batch"]), dist.get_rank())
+    task = make_task(Settings("char_gpt", width=run["width"], batch=run["batch"]), dist.get_rank())
     module = task.module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     called, handle = attached(run, module, optimizer)
+    training = Training(task, called, optimizer, handle)
 
     def steps(count: int) -> float:
         start = time.perf_counter()
-        for inputs, targets in task.batches(0, count):
-            optimizer.zero_grad()
-            task.loss(called(inputs), targets).backward()
-            optimizer.step()
-        if handle is not None:
-            handle.flush()
+        training.train(count)
+        training.finish()
         return (time.perf_counter() - start) / count
 
     warm_s = torch.tensor(steps(max(run["every"], 2 if handle is None else _WARMUP_STEPS)))
     dist.broadcast(warm_s, 0)  # all ranks make the same number of steps
     count = max(_TIMED_STEPS_MIN, min(_TIMED_STEPS, int(_TIMED_S / float(warm_s))))
     found = steps(run["every"] * -(-count // run["every"]))
-    if handle is not None:
-        handle.detach()
+    training.detach()
     return found
+
+
+def step_all_s(runs: list[dict[str, Any]]) -> list[float]:
+    """One rank."""
+    return [step_s(run) for run in runs]
 
 
 def spent_min(runs: list[dict[str, Any]], steps_s: list[float]) -> list[list[float]]:
@@ -241,7 +241,7 @@ def draw(path: str, runs: list[dict[str, Any]], steps_s: list[float]) -> None:
     save(figure, path)
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, "local_training.jsonl")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
@@ -257,13 +257,7 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, help="of all trainings, in place of the best one of each")
     parser.add_argument("--rate", type=BANDWIDTH, help="measure steps on hosts with such links")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="with --rate: the first seed's losses over time")
-    parser.add_argument("--runs", help=argparse.SUPPRESS)
-    add_worker(parser)
     args = parser.parse_args()
-    if args.worker:
-        with one_rank():
-            write(args.worker, [step_s(run) for run in json.loads(args.runs)])
-        return 0
     torch.set_num_threads(1)
     wanted = {name: getattr(args, name) for name in ("ranks", "batch", "width", "steps")}
     kinds = variants([int(each) for each in args.every.split(",")], args.start, args.overlap)
@@ -279,28 +273,28 @@ def main() -> int:
         for kind in kinds
         if seed == 0 or kind["wire"] == "fp32"
     ]
+    record = read_record(args.record)
     missing: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for key in keys:
-        if not any(key.items() <= known.items() for known in read_record(args.record)):
+        if find_run(record, key) is None:
             missing.setdefault(trained_with(key), []).append(key)
     for together in missing.values():
         for run in train(together, args.device):
             append(args.record, run)
             print(f"seed {run['seed']}, {name_of(run)}: {run['curve'][-1]:.4f}, {run['seconds']} s", file=sys.stderr)
     record = read_record(args.record)
-    runs = [[known for known in record if key.items() <= known.items()][-1] for key in keys]
+    runs = [find_run(record, key) for key in keys]
     show(table(runs), "local-training", args.refresh)
     if args.rate:
         last = max(run["every"] for run in runs)
         shown = [
             run for run in runs if run["seed"] == 0 and (run["outer"], run["every"]) in ((_DDP, 1), (_SHOWN, last))
         ]
-        steps_s = measured("local_training", args.ranks, args.rate, ["--runs", json.dumps(shown)])
+        steps_s = measured(step_all_s, args.ranks, args.rate, shown)
         for run, each_s, minutes in zip(shown, steps_s, spent_min(shown, steps_s), strict=True):
             print(f"{name_of(run)}: {1e3 * each_s:.1f} ms a step, {minutes[-1]:.1f} min to {run['curve'][-1]:.3f}")
         if args.output:
             draw(args.output, shown, steps_s)
-    return 0
 
 
 if __name__ == "__main__":

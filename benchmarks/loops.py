@@ -3,17 +3,14 @@
     python -m benchmarks.loops [--hosts 2] [--rate 400mbit] [--rounds 5] [--variants ddp,overlap,...] [--steady]
 
 A timed stand-in of ResNet-50 (root, iproute2). Each variant trains a copy of its own, step by step; the first step of
-each turn is trained, but not timed. Another variant is a function that makes a ``Loop``, entered in ``VARIANTS``.
+each turn is trained, but not timed. Another variant is a function that makes a ``Training``, entered in ``VARIANTS``.
 """
 
 import argparse
-import dataclasses
-import json
 import logging
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,16 +18,16 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradcast
-from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, spread, write
+from benchmarks.on_hosts import in_turns, measured, parser_of, spread
 from benchmarks.pages import run_program
-from gradcast import _core
+from gradcast.files import with_fields
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
 from gradcast.lab.standin import GRADIENT_SIZE, Gradients, Layer, SimulatedDevice, StandIn, Wait
+from gradcast.lab.trainer import Training, ddp_alone
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.units import format_bandwidth
 
@@ -40,47 +37,36 @@ _OPTIONS: dict[str, Any] = {}  # of all variants, by the command line
 _SETTLING_STEPS = gradcast.Options().warmup_steps + CALIBRATION_STEPS + 4
 
 
-@dataclasses.dataclass
-class Loop:
-    """One variant: what the loop calls. ``handle``: gradcast's, None with DDP."""
-
-    called: nn.Module
-    optimizer: torch.optim.Optimizer
-    handle: gradcast.Handle | None = None
-    before_step: Callable[[], Any] = lambda: None  # between backward and step()
-    after_step: Callable[[], Any] = lambda: None
+def _ddp(task: Task, module: nn.Module) -> Training:
+    return Training(task, ddp_alone(module), task.optimizer(module))
 
 
-def _ddp(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
-    # A group of its own has its own connections, as in a separate training.
-    return Loop(DistributedDataParallel(module, process_group=dist.new_group()), optimizer)
-
-
-def _overlap(module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Loop:
+def _overlap(task: Task, module: nn.Module, **options: Any) -> Training:
+    optimizer = task.optimizer(module)
     handle = gradcast.attach(module, optimizer, options=gradcast.Options(**_OPTIONS, **options))
-    return Loop(module, optimizer, handle)
+    return Training(task, module, optimizer, handle)
 
 
 def _average_of(module: nn.Module) -> AveragedModel:
     return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.999))
 
 
-def _ema_kept(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
-    loop = _overlap(module, optimizer)
-    loop.handle.keep_average(_average_of(module))
-    return loop
+def _ema_kept(task: Task, module: nn.Module) -> Training:
+    training = _overlap(task, module)
+    training.handle.keep_average(_average_of(module))
+    return training
 
 
-def _ema_after_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
-    loop, average = _overlap(module, optimizer), _average_of(module)
-    loop.after_step = lambda: average.update_parameters(module)
-    return loop
+def _ema_after_step(task: Task, module: nn.Module) -> Training:
+    training, average = _overlap(task, module), _average_of(module)
+    training.after_step = lambda: average.update_parameters(module)
+    return training
 
 
-def _clipped_by_loop(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
-    loop = _overlap(module, optimizer)
-    loop.before_step = lambda: nn.utils.clip_grad_norm_(module.parameters(), 1e9)
-    return loop
+def _clipped_by_loop(task: Task, module: nn.Module) -> Training:
+    training = _overlap(task, module)
+    training.before_step = lambda: nn.utils.clip_grad_norm_(module.parameters(), 1e9)
+    return training
 
 
 class _SometimesLarge:
@@ -93,12 +79,12 @@ class _SometimesLarge:
         return self._large if step % _LARGE_EVERY == 0 else self._usual.of_step(step)
 
 
-def _max_norm(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+def _max_norm(task: Task, module: nn.Module) -> Training:
     assert isinstance(module, StandIn)
     module.gradients = _SometimesLarge(module.gradients)
     # The ranks' gradients are independent, so the bound of their mean's norm is the norm of one rank's.
     usual_norm = GRADIENT_SIZE * math.sqrt(sum(parameter.numel() for parameter in module.parameters()))
-    return _overlap(module, optimizer, max_grad_norm=1.5 * usual_norm)
+    return _overlap(task, module, max_grad_norm=1.5 * usual_norm)
 
 
 class _UnseenLayer(nn.Module):
@@ -135,15 +121,15 @@ class _Unseen(nn.Module):
         return value
 
 
-def _unseen(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
-    return _overlap(_Unseen(module), optimizer)
+def _unseen(task: Task, module: nn.Module) -> Training:
+    return _overlap(task, _Unseen(module))
 
 
-def _unseen_before_forward(module: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
-    return _overlap(_Unseen(module), optimizer, unseen_reads="before_forward")
+def _unseen_before_forward(task: Task, module: nn.Module) -> Training:
+    return _overlap(task, _Unseen(module), unseen_reads="before_forward")
 
 
-VARIANTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Loop]] = {
+VARIANTS: dict[str, Callable[[Task, nn.Module], Training]] = {
     "ddp": _ddp,
     "overlap": _overlap,
     "ema-kept": _ema_kept,
@@ -155,61 +141,34 @@ VARIANTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Loop]] = {
 }
 
 
-class Training:
-    """A variant with its times."""
-
-    def __init__(self, name: str, task: Task) -> None:
-        module = task.module()
-        self._task, self._count = task, 0
-        self.loop = VARIANTS[name](module, task.optimizer(module))
-        self.times_ms: list[float] = []
-        self.train(_SETTLING_STEPS, timed=False)
-
-    def train(self, steps: int, *, timed: bool = True) -> None:
-        loop = self.loop
-        dist.barrier()
-        start = time.perf_counter()
-        for number, (inputs, targets) in enumerate(self._task.batches(self._count, steps)):
-            loop.optimizer.zero_grad()
-            self._task.loss(loop.called(inputs), targets).backward()
-            loop.before_step()
-            loop.optimizer.step()
-            loop.after_step()
-            end = time.perf_counter()
-            if timed and number > 0:
-                self.times_ms.append(1e3 * (end - start))
-            start = end
-        self._count += steps
-        if loop.handle is not None:
-            loop.handle.flush()
-        loop.optimizer.zero_grad()
-
-    def facts(self) -> dict[str, Any]:
-        stats = {} if self.loop.handle is None else self.loop.handle.stats()
-        keys = ("expected_gain", "runs_as_ddp", "waits")
-        clipping = stats.get("clipping") or {}
-        share = {"certified_share": clipping.get("certified_share")}
-        return {"times_ms": self.times_ms} | {key: stats.get(key) for key in keys} | share
+def started(name: str, task: Task) -> Training:
+    training = VARIANTS[name](task, task.module())
+    training.turn(_SETTLING_STEPS)
+    return training
 
 
-def worker(args: argparse.Namespace) -> None:
+def facts_of(training: Training) -> dict[str, Any]:
+    stats = {} if training.handle is None else training.handle.stats()
+    share = {"certified_share": (stats.get("clipping") or {}).get("certified_share")}
+    return {key: stats.get(key) for key in ("expected_gain", "runs_as_ddp", "waits")} | share
+
+
+def train(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """One rank."""
     if args.steady:
         _OPTIONS["adapt"] = False
-    profile = gradcast.load_profile(args.model)
-    profile = _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"world_size": args.hosts}))
-    settings = Settings(profile.name, profile.to_json(), (float(args.rate),) * args.hosts, (), args.scale_size)
-    with one_rank(promptly=True) as own:
-        task = make_task(settings, own)
-        if own == 0:
-            logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-        trainings = {name: Training(name, task) for name in args.variants}
-        for name in in_turns(args.variants, args.rounds):
-            trainings[name].train(args.steps)
-        write(args.worker, {name: training.facts() for name, training in trainings.items()})
-        for training in trainings.values():
-            if training.loop.handle is not None:
-                training.loop.handle.detach()
+    profile = with_fields(gradcast.load_profile(args.model), world_size=args.hosts)
+    task = make_task(Settings(profile.name, profile.to_json(), scale_size=args.scale_size), dist.get_rank())
+    if dist.get_rank() == 0:
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    trainings = {name: started(name, task) for name in args.variants}
+    times_ms: dict[str, list[float]] = {name: [] for name in args.variants}
+    for name in in_turns(args.variants, args.rounds):
+        times_ms[name] += trainings[name].turn(args.steps)
+    facts = {name: {"times_ms": times_ms[name]} | facts_of(training) for name, training in trainings.items()}
+    for training in trainings.values():
+        training.detach()
+    return facts
 
 
 def table(facts: dict[str, dict[str, Any]]) -> str:
@@ -249,7 +208,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, rate="400mbit")
     parser.add_argument("--model", default="resnet50", help="profile of the stand-in (default: resnet50)")
     parser.add_argument("--scale-size", type=float, default=0.25, help="of its tensors (default: 0.25)")
@@ -258,13 +217,9 @@ def main() -> int:
     parser.add_argument("--variants", type=_names, default=[*VARIANTS], help=f"some of {', '.join(VARIANTS)}")
     parser.add_argument("--steady", action="store_true", help="without tries of the DDP baseline, which count in means")
     args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return 0
-    facts = measured("loops", args.hosts, args.rate)
+    facts = measured(train, args.hosts, args.rate, args, promptly=True)
     print(f"{args.model}, {args.hosts} hosts, {format_bandwidth(args.rate)}")
     print(table(facts))
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,71 +1,49 @@
-"""What programs share that train on hosts with slow links (root, iproute2): options, start, and one rank's frame."""
+"""What programs share that train on hosts with slow links (root, iproute2): options, start, and turns."""
 
 import argparse
-import contextlib
-import json
+import inspect
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
 
 from gradcast.cli.common import BANDWIDTH
 from gradcast.lab import Network
-from gradcast.lab.cores import wake_promptly
 from gradcast.lab.workers import run_for_result
 
-_TIMEOUT_S = 3600.0
+TIMEOUT_S = 3600.0
 T = TypeVar("T")
 
 
 def parser_of(doc: str, *, rate: str, hosts: int | None = 2) -> argparse.ArgumentParser:
-    """A parser with the hosts (None: the program's own option), their links, and what makes the program one rank."""
+    """A parser with the hosts (None: the program's own option) and their links."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if hosts is not None:
         parser.add_argument("--hosts", type=int, default=hosts, help=f"how many (default: {hosts})")
     link = f"of each link, each way (default: {rate})"
     parser.add_argument("--rate", type=BANDWIDTH, default=rate, help=link)
-    add_worker(parser)
     return parser
 
 
-def add_worker(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--worker", metavar="RESULTS", help=argparse.SUPPRESS)
+def name_of(function: Callable[..., Any]) -> str:
+    """The name by which a rank finds a function of the program that runs."""
+    return f"{inspect.getmodule(function).__spec__.name}:{function.__name__}"
 
 
-def measured(program: str, hosts: int, rate_bits_per_s: float, arguments: Sequence[str] | None = None) -> Any:
-    """What rank 0 writes when the program trains on these hosts. ``arguments``: None for those of the command line."""
-    given = sys.argv[1:] if arguments is None else arguments
+def measured(
+    train: Callable[..., Any], hosts: int, rate_bits_per_s: float, *arguments: Any, promptly: bool = False
+) -> Any:
+    """What ``train(*arguments)`` returns on rank 0 of hosts with such links. ``promptly``: see ``run_for_result``."""
     with Network(hosts, rate_bits_per_s) as network:
         return run_for_result(
-            f"benchmarks.{program}",
-            [*given, "--worker"],
+            name_of(train),
+            arguments,
             hosts,
-            timeout_s=_TIMEOUT_S,
+            promptly=promptly,
+            timeout_s=TIMEOUT_S,
             network=network,
             output=sys.stderr,
         )
-
-
-@contextlib.contextmanager
-def one_rank(*, promptly: bool = False) -> Iterator[int]:
-    """One rank of the training. ``promptly``: it waits for a stand-in, rather than compute."""
-    torch.set_num_threads(1)
-    if promptly:
-        wake_promptly()
-    dist.init_process_group("gloo")
-    yield dist.get_rank()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def write(path: str, facts: Any) -> None:
-    """On rank 0."""
-    if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(facts))
 
 
 def in_turns(names: Sequence[T], rounds: int) -> Iterator[T]:

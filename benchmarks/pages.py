@@ -28,6 +28,11 @@ def read_record(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
+def find_run(record: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The last run of the record with these settings."""
+    return next((run for run in reversed(record) if settings.items() <= run.items()), None)
+
+
 def append(path: Path, value: Any) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
@@ -50,11 +55,11 @@ def refresh(path: str, mark: str, text: str) -> None:
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
-def run_program(main: Callable[[], int], name: str) -> int:
+def run_program(main: Callable[[], int | None], name: str) -> int:
     """Runs a program that makes networks, and returns its exit code: an error of gradcast is one sentence."""
     unwind_when_told_to_end()
     try:
-        return main()
+        return main() or 0
     except Error as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1

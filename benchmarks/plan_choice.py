@@ -22,15 +22,14 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import gradcast
-from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, spread, write
+from benchmarks.on_hosts import in_turns, measured, parser_of, spread
 from benchmarks.pages import run_program
 from gradcast import _core
 from gradcast.comparison.compare import total_bytes
 from gradcast.files import load_profile, plan_hash, scaled_profile
 from gradcast.lab.models import StandInTask, Task, make_task
 from gradcast.lab.settings import REAL_MODELS, Settings
-from gradcast.lab.trainer import Trainer
-from gradcast.lab.variants import Variant
+from gradcast.lab.trainer import Training
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.plan.candidates import best_for_steps, choose_plan
 from gradcast.training.plan.expectation import StepVariation, typical_step
@@ -42,45 +41,35 @@ _PLANS = ("for medians", "for the steps")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    rates = (args.rate,) * args.hosts
     if args.model in REAL_MODELS:
-        return Settings(args.model, None, rates, (), batch=args.batch)
+        return Settings(args.model, batch=args.batch)
     profile = load_profile(args.model)
     backward_factor = _BACKWARD_NS / profile.backward_ns
     profile = scaled_profile(
         profile, _FORWARD_NS / profile.forward_ns, backward_factor=backward_factor, update_factor=1
     )
-    return Settings(args.model, profile.to_json(), rates, (), scale_size=_GRADIENT_BYTES / total_bytes(profile))
+    return Settings(args.model, profile.to_json(), scale_size=_GRADIENT_BYTES / total_bytes(profile))
 
 
-class Turns:
-    """Trains copies of the model, each step of a stand-in with another speed."""
+class Copies:
+    """Of the model, each step of a stand-in with another speed."""
 
     def __init__(self, task: Task, scatter: float) -> None:
         self.task, self._scatter = task, scatter
         self._chance = random.Random(dist.get_rank())
 
-    def trainer(self, plan: str | None) -> Trainer:
+    def training(self, plan: str | None = None) -> Training:
         module = self.task.module()
-        trainer = Trainer(Variant("overlap", "overlap"), module, self.task.optimizer(module), self.task.loss)
-        if plan is not None:
-            trainer.detach()
-            options = gradcast.Options(plan=plan)
-            optimizer = trainer._optimizer
-            trainer.handle = gradcast.attach(module, optimizer, options=options)
-        self.train(trainer, _SETTLING_STEPS)
-        return trainer
+        optimizer = self.task.optimizer(module)
+        handle = gradcast.attach(module, optimizer, options=gradcast.Options(plan=plan))
+        training = Training(self.task, module, optimizer, handle)
+        if isinstance(self.task, StandInTask):
+            training.after_step = self._change_speed
+        training.turn(_SETTLING_STEPS)
+        return training
 
-    def train(self, trainer: Trainer, steps: int) -> list[float]:
-        dist.barrier()
-        times_ms = trainer.steps(self.task.batches(trainer.step_count, steps))
-        found = []
-        for _ in range(steps):
-            if isinstance(self.task, StandInTask):
-                self.task.device.factor = max(0.5, self._chance.gauss(1.0, self._scatter))
-            found.append(next(times_ms))
-        trainer.finish()
-        return found[1:]  # the first one finds caches and TCP's windows as another copy has left them
+    def _change_speed(self) -> None:
+        self.task.device.factor = max(0.5, self._chance.gauss(1.0, self._scatter))
 
 
 def made_plans(profile: _core.Profile, variation: StepVariation, folder: str) -> list[dict[str, Any]]:
@@ -100,12 +89,12 @@ def made_plans(profile: _core.Profile, variation: StepVariation, folder: str) ->
     return found
 
 
-def worker(args: argparse.Namespace) -> None:
+def train(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     """One rank."""
-    settings = settings_of(args)
-    with one_rank(promptly=settings.stand_in) as own, tempfile.TemporaryDirectory() as folder:
-        turns = Turns(make_task(settings, own), args.scatter)
-        measuring = turns.trainer(None)
+    own = dist.get_rank()
+    with tempfile.TemporaryDirectory() as folder:
+        copies = Copies(make_task(settings, own), args.scatter)
+        measuring = copies.training()
         view = measuring.handle._view()
         told: list[Any] = [made_plans(view.profile, view.variation, folder) if own == 0 else None]
         dist.broadcast_object_list(told)
@@ -114,11 +103,10 @@ def worker(args: argparse.Namespace) -> None:
         measuring.detach()
         times_ms: list[list[float]] = [[], []]
         if plans[0]["hash"] != plans[1]["hash"]:
-            trainers = [turns.trainer(plan["path"]) for plan in plans]
+            trainings = [copies.training(plan["path"]) for plan in plans]
             for index in in_turns((0, 1), args.rounds):
-                times_ms[index] += turns.train(trainers[index], args.steps)
-        facts = {"plans": plans, "times_ms": times_ms, "link": variation.link, "compute": variation.compute}
-        write(args.worker, facts)
+                times_ms[index] += trainings[index].turn(args.steps)
+    return {"plans": plans, "times_ms": times_ms, "link": variation.link, "compute": variation.compute}
 
 
 def table(facts: dict[str, Any]) -> str:
@@ -130,7 +118,7 @@ def table(facts: dict[str, Any]) -> str:
     return tabulate(rows, headers=head, tablefmt="github", disable_numparse=True)
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, rate="200mbit")
     parser.add_argument("--model", required=True, help=f"{' or '.join(REAL_MODELS)}, or a profile's name")
     parser.add_argument("--batch", type=int, default=24, help="of a real model (default: 24)")
@@ -138,17 +126,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="turns of each plan (default: 20)")
     parser.add_argument("--steps", type=int, default=5, help="per turn; the first is not counted (default: 5)")
     args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return 0
-    facts = measured("plan_choice", args.hosts, args.rate)
+    settings = settings_of(args)
+    facts = measured(train, args.hosts, args.rate, settings, args, promptly=settings.stand_in)
     low, high = facts["link"]
     print(f"{args.model}, {args.hosts} hosts: 80 % of the blocks take {low:.2f} to {high:.2f} of the profile's time,")
     print("backward takes", ", ".join(f"{backward:.2f}" for backward, _, _ in facts["compute"]), "of it")
     print(table(facts))
     if not facts["times_ms"][0]:
         print("Both plans are the same.")
-    return 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +27,36 @@ import torch.distributed.checkpoint as dcp
 from tabulate import tabulate
 
 import gradcast
-from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, write
+from benchmarks.on_hosts import in_turns, measured, parser_of
 from benchmarks.pages import run_program
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
+from gradcast.lab.trainer import Training
 
 KINDS = ("none", "gradcast", "torch.save", "async_save")
 _STEPS_MIN = 12  # of a turn; and two intervals, as what later snapshots cost is told with the third
 
 
-class Training:
-    def __init__(self, model: str, scale_size: float) -> None:
-        profile = None if model == "char_gpt" else gradcast.load_profile(model).to_json()
-        self._task = make_task(Settings(model, profile, (1.0,), (), scale_size=scale_size), dist.get_rank())
-        self.module = self._task.module()
-        self.optimizer = self._task.optimizer(self.module)
-        self.handle = gradcast.attach(self.module, self.optimizer)
-        self._count = 0
+def started(model: str, scale_size: float) -> Training:
+    profile = None if model == "char_gpt" else gradcast.load_profile(model).to_json()
+    task = make_task(Settings(model, profile, scale_size=scale_size), dist.get_rank())
+    module = task.module()
+    optimizer = task.optimizer(module)
+    training = Training(task, module, optimizer, gradcast.attach(module, optimizer))
+    duration_s(training, 30)  # the warm-up, and the plan's first steps
+    return training
 
-    def steps(self, count: int, after_step: Callable[[int], None] = lambda _: None) -> float:
-        """Seconds of ``count`` steps, all updates included."""
-        batches = self._task.batches(self._count, count)
-        start_s = time.perf_counter()
-        for index, (inputs, targets) in enumerate(batches):
-            self.optimizer.zero_grad()
-            self._task.loss(self.module(inputs), targets).backward()
-            self.optimizer.step()
-            after_step(index + 1)
-        self.handle.flush()
-        self._count += count
-        return time.perf_counter() - start_s
 
-    def state(self) -> dict[str, Any]:
-        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+def duration_s(training: Training, count: int) -> float:
+    """Of the next ``count`` steps, all updates included."""
+    start_s = time.perf_counter()
+    training.train(count)
+    training.handle.flush()
+    return time.perf_counter() - start_s
+
+
+def state(training: Training) -> dict[str, Any]:
+    return {"model": training.called.state_dict(), "optimizer": training.optimizer.state_dict()}
 
 
 def sync_over_network() -> None:
@@ -95,7 +91,7 @@ def sync_over_network() -> None:
 def chosen_every(training: Training, folder: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """The statistics after so many steps with snapshots as often as gradcast chooses."""
     taking = training.handle.snapshots(folder / "chosen", **options)
-    training.steps(steps)
+    duration_s(training, steps)
     taking.close()
     return taking.stats()
 
@@ -111,7 +107,7 @@ def timed(
     pending: list[Any] = []
     made = 0
 
-    def save(_: int) -> None:
+    def save() -> None:
         nonlocal made
         made += 1
         if made % every:
@@ -119,45 +115,44 @@ def timed(
         if kind == "torch.save" and dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / f"{made}.pt", "wb") as file:
-                torch.save(training.state(), file)
+                torch.save(state(training), file)
                 os.fsync(file.fileno())
         elif kind == "async_save":
             while pending:
                 pending.pop().result()
-            pending.append(dcp.async_save(training.state(), checkpoint_id=folder / str(made)))
+            pending.append(dcp.async_save(state(training), checkpoint_id=folder / str(made)))
 
     taking = training.handle.snapshots(folder, every=every, **options) if kind == "gradcast" else None
     count = every * max(2, -(-_STEPS_MIN // every))
-    training.steps(every + 1, save)
-    duration_s = training.steps(count, save)
+    training.after_step = save
+    duration_s(training, every + 1)
+    step_s = duration_s(training, count) / count
     while pending:
         pending.pop().result()
     if taking is None:
-        return duration_s / count, None
+        return step_s, None
     taking.close()
     assert taking.stats()["failed"] == 0
-    return duration_s / count, taking.stats()["overhead"]
+    return step_s, taking.stats()["overhead"]
 
 
-def worker(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> dict[str, Any]:
     """One rank."""
     logging.disable(logging.INFO)
     folder = args.folder / str(os.getppid())
     options = {"write_bytes_per_s": args.write_mb_per_s and 1e6 * args.write_mb_per_s}
-    with one_rank(promptly=True) as own:
-        if args.over_network:
-            sync_over_network()
-            options["over_network"] = True
-        training = Training(args.model, args.scale_size)
-        training.steps(30)  # the warm-up, and the plan's first steps
-        told = chosen_every(training, folder, args.settle_steps, options)
-        rounds: dict[str, list[tuple[float, float | None]]] = {kind: [] for kind in args.kinds}
-        for kind in in_turns(args.kinds, args.rounds):
-            rounds[kind].append(timed(training, kind, args.every or told["every"], folder / kind, options))
-        write(args.worker, {"told": told, "rounds": rounds})
-        training.handle.detach()
-        if own == 0:
-            shutil.rmtree(folder)
+    if args.over_network:
+        sync_over_network()
+        options["over_network"] = True
+    training = started(args.model, args.scale_size)
+    told = chosen_every(training, folder, args.settle_steps, options)
+    rounds: dict[str, list[tuple[float, float | None]]] = {kind: [] for kind in args.kinds}
+    for kind in in_turns(args.kinds, args.rounds):
+        rounds[kind].append(timed(training, kind, args.every or told["every"], folder / kind, options))
+    training.detach()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return {"told": told, "rounds": rounds}
 
 
 def table(rounds: dict[str, list[tuple[float, float | None]]]) -> str:
@@ -171,7 +166,7 @@ def table(rounds: dict[str, list[tuple[float, float | None]]]) -> str:
     return tabulate(rows, headers=head, tablefmt="github", floatfmt=".1f", disable_numparse=[3, 4])
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, rate="400mbit")
     parser.add_argument("--model", default="resnet50", help="a profile, or char_gpt (default: resnet50)")
     parser.add_argument("--scale-size", type=float, default=1.0, help="of the stand-in's tensors (default: 1)")
@@ -183,13 +178,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default: 5)")
     parser.add_argument("--settle-steps", type=int, default=60, help="until the number of steps is taken as chosen")
     args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return 0
-    found = measured("snapshots", args.hosts, args.rate)
+    found = measured(train, args.hosts, args.rate, args, promptly=True)
     print(f"{args.model}: {' '.join(f'{k}={v}' for k, v in found['told'].items())}")
     print(table(found["rounds"]))
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ per wire format, from the same parameters and on the same texts, the copies in t
 does falls on all of them. The first step of each turn is trained, but not timed.
 """
 
-import argparse
 import statistics
 import sys
-import time
 from typing import Any
 
 import torch
@@ -18,12 +16,13 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import gradcast
-from benchmarks.on_hosts import in_turns, measured, one_rank, parser_of, spread, write
+from benchmarks.on_hosts import in_turns, measured, parser_of, spread
 from benchmarks.pages import run_program
 from gradcast import _core
 from gradcast.host_traffic import WIRE_SHARES
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
+from gradcast.lab.trainer import Training
 from gradcast.palette import CURVES
 from gradcast.units import format_bandwidth
 
@@ -32,35 +31,19 @@ _MEAN_STEPS = 20  # losses of single batches jump
 _COLOURS = dict(zip(WIRE_SHARES, CURVES, strict=False))
 
 
-class Copy:
+class Copy(Training):
     """The model as it is trained with one wire format."""
 
     def __init__(self, wire: str, task: Task) -> None:
-        self.losses: list[float] = []
         self.times_ms: list[float] = []
-        self._task, self._module = task, task.module()
-        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=_LEARNING_RATE, momentum=0.9)
+        module = task.module()
+        optimizer = torch.optim.SGD(module.parameters(), lr=_LEARNING_RATE, momentum=0.9)
         # The plan that the warm-up leads to, to the end: a try of another one would be a step of another kind.
         options = gradcast.Options(wire=wire, adapt=False)
-        self.handle = gradcast.attach(self._module, self._optimizer, options=options)
-
-    def train(self, steps: int) -> None:
-        batches = self._task.batches(len(self.losses), steps)
-        dist.barrier()
-        for number, (inputs, targets) in enumerate(batches):
-            start = time.perf_counter()
-            self._optimizer.zero_grad()
-            loss = self._task.loss(self._module(inputs), targets)
-            loss.backward()
-            self._optimizer.step()
-            # The first one of a turn finds caches and TCP's windows as another copy has left them.
-            if number > 0 and len(self.losses) > gradcast.Options().warmup_steps:
-                self.times_ms.append(1e3 * (time.perf_counter() - start))
-            self.losses.append(loss.item())
-        self.handle.flush()
+        super().__init__(task, module, optimizer, gradcast.attach(module, optimizer, options=options))
 
     def facts(self) -> dict[str, Any]:
-        losses = torch.tensor(self.losses)
+        losses = torch.stack(self.losses)
         dist.all_reduce(losses)
         stats = self.handle.stats()
         return {
@@ -70,19 +53,19 @@ class Copy:
         }
 
 
-def worker(args: argparse.Namespace) -> None:
+def train(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
     """One rank."""
-    with one_rank() as own:
-        task = make_task(Settings("char_gpt", None, rates_bits_per_s=(), names=()), own)
-        copies = {wire: Copy(wire, task) for wire in WIRE_SHARES}
-        for wire in in_turns([*WIRE_SHARES], args.rounds):
-            copies[wire].train(args.steps)
-            if own == 0:
-                copy = copies[wire]
-                print(f"{wire}, step {len(copy.losses)}: loss {copy.losses[-1]:.3f}", flush=True)
-        plain = copies["fp32"]
-        facts = {wire: copy.facts() | {"predicted_ms": predicted_ms(wire, plain)} for wire, copy in copies.items()}
-        write(args.worker, facts)
+    task = make_task(Settings("char_gpt"), dist.get_rank())
+    copies = {wire: Copy(wire, task) for wire in WIRE_SHARES}
+    for wire in in_turns([*WIRE_SHARES], rounds):
+        copy = copies[wire]
+        times_ms = copy.turn(steps)
+        counted = copy.step_count - gradcast.Options().warmup_steps - 1
+        copy.times_ms += times_ms[-counted:] if counted > 0 else []
+        if dist.get_rank() == 0:
+            print(f"{wire}, step {copy.step_count}: loss {copy.losses[-1]:.3f}", flush=True)
+    plain = copies["fp32"]
+    return {wire: copy.facts() | {"predicted_ms": predicted_ms(wire, plain)} for wire, copy in copies.items()}
 
 
 def predicted_ms(wire: str, plain: Copy) -> float:
@@ -142,7 +125,7 @@ def draw(path: str, facts: dict[str, Any]) -> None:
     save(figure, path)
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, rate="100mbit")
     parser.add_argument("--rounds", type=int, default=60, help="turns of each wire format (default: 60)")
     parser.add_argument("--steps", type=int, default=5, help="per turn (default: 5)")
@@ -150,15 +133,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds * args.steps < _MEAN_STEPS:
         parser.error(f"--rounds times --steps has to be at least {_MEAN_STEPS}")
-    if args.worker:
-        worker(args)
-        return 0
-    facts = measured("wire_formats", args.hosts, args.rate)
+    facts = measured(train, args.hosts, args.rate, args.rounds, args.steps)
     print(f"{args.hosts} hosts, {format_bandwidth(args.rate)}, {len(facts['fp32']['losses'])} steps of each")
     print(table(facts))
     if args.output:
         draw(args.output, facts)
-    return 0
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def main() -> int:
             output,
         )
         results = run_for_result(
-            "benchmarks.demo.worker",
-            [settings.to_json()],
+            "benchmarks.demo.worker:train",
+            [settings],
             settings.hosts,
             timeout_s=_TIMEOUT_S,
             network=network,

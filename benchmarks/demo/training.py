@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from gradcast.lab.models import DigitsTask
-from gradcast.lab.settings import Sent
 from gradcast.lab.standin import SimulatedDevice, Wait
 
 _PIXELS, _DIGITS = 64, 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(Sent):
+class Settings:
     """``warmup_steps`` hold gradcast's measuring and its first comparison with DDP, and are not timed."""
 
     hosts: int = 2

@@ -1,12 +1,11 @@
-"""One rank of the demo: ``python -m benchmarks.demo.worker SETTINGS RESULTS``, with the environment of torchrun.
+"""One rank of the demo.
 
 It trains a model per mode, the modes in turns, so that whatever else the machine does falls on all of them alike.
-Rank 0 prints the progress and writes what it measured to the file RESULTS.
+Rank 0 prints the progress.
 """
 
 import json
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -16,20 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.results import MODES
 from benchmarks.demo.training import Digits, Settings
-from benchmarks.on_hosts import one_rank, write
-from gradcast.lab.trainer import Batch, Trainer
+from gradcast.lab.models import Batch
+from gradcast.lab.trainer import Trainer
 from gradcast.lab.variants import variant
 from gradcast.lab.worker import differences
 
 
-def main(settings: Settings, results_path: str) -> None:
-    with one_rank():
-        write(results_path, _train(settings))
-
-
-def _train(settings: Settings) -> dict[str, Any]:
+def train(settings: Settings) -> dict[str, Any]:
     digits = Digits(settings)
-    trainers = [_trainer(mode, digits) for mode in MODES]
+    trainers = [Trainer(variant(mode), digits) for mode in MODES]
     _tell("warm-up", end="")
     rounds = [_round(trainers, digits.batches(0, settings.warmup_steps), digits)]
     for number in range(settings.rounds):
@@ -45,11 +39,6 @@ def _train(settings: Settings) -> dict[str, Any]:
     for trainer in trainers:
         trainer.detach()
     return results
-
-
-def _trainer(mode: str, digits: Digits) -> Trainer:
-    module = digits.module()
-    return Trainer(variant(mode), module, digits.optimizer(module), digits.loss)
 
 
 def _round(trainers: list[Trainer], batches: list[Batch], digits: Digits) -> dict[str, Any]:
@@ -117,7 +106,3 @@ def _stamping_hook(buckets: list[list[int]], bucket: dist.GradBucket) -> torch.f
 def _tell(text: str, end: str = "\n") -> None:
     if dist.get_rank() == 0:
         print(text, end=end, flush=True)
-
-
-if __name__ == "__main__":
-    main(Settings.from_json(sys.argv[1]), sys.argv[2])

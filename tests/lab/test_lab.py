@@ -17,6 +17,8 @@ import pytest
 
 from gradcast.cli import main
 from gradcast.lab import LabError, Network, delay, hosts, run_workers
+from gradcast.lab.settings import Settings
+from gradcast.lab.workers import run_for_result
 
 WAIT_S = 30
 
@@ -293,6 +295,22 @@ def test_workers_get_what_torchrun_would_give_them(tmp_path):
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
         assert first[name] == second[name]
     assert first["WORLD_SIZE"] == "2"
+
+
+def test_a_function_gets_its_arguments_on_every_rank_and_rank_0_returns_its_result(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    lines = [
+        "import torch.distributed as dist",
+        "def told(*arguments):",
+        "    found = [None] * dist.get_world_size()",
+        "    dist.all_gather_object(found, (dist.get_rank(), repr(arguments)))",
+        "    return {'from': dist.get_rank(), 'found': found}",
+    ]
+    (tmp_path / "program.py").write_text("\n".join(lines))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    arguments = (Settings("m", "{}", (1e9, 2e9), ("ddp",)), 3)
+    result = run_for_result("program:told", arguments, 2, timeout_s=WAIT_S)
+    assert result == {"from": 0, "found": [[rank, repr(arguments)] for rank in range(2)]}
 
 
 def test_a_failing_worker_is_named_and_the_others_are_ended(tmp_path):

@@ -36,7 +36,6 @@ def test_phases_of_a_record():
 
 def test_what_changes_is_said_in_words():
     assert settings(scenario="network", factor=2.5).description == "all links become 2.5 times slower"
-    assert settings() == AdaptSettings.from_json(settings().to_json())
 
 
 @pytest.mark.parametrize(

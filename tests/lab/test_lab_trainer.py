@@ -4,16 +4,25 @@ from training.needs import torch
 
 
 def groups_of_variants(rank):
+    from gradcast.lab.models import Task
     from gradcast.lab.trainer import Trainer
     from gradcast.lab.variants import Variant
 
+    class Line(Task):
+        def _make_module(self):
+            return torch.nn.Linear(4, 4)
+
+        def loss(self, output, targets):
+            return torch.nn.functional.mse_loss(output, targets)
+
+        def batches(self, first, count):
+            return [(torch.ones(2, 4), torch.zeros(2, 4))] * count
+
     groups = []
     for name, caps_mib in (("ddp", ()), ("ddp:4", (4.0,))):
-        module = torch.nn.Linear(4, 4)
-        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-        trainer = Trainer(Variant(name, "ddp", caps_mib), module, sgd, torch.nn.functional.mse_loss)
-        assert all(ms > 0 for ms in trainer.steps([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
-        groups.append(trainer._model.process_group)
+        trainer = Trainer(Variant(name, "ddp", caps_mib), Line())
+        assert all(ms > 0 for ms in trainer.train(2))
+        groups.append(trainer.called.process_group)
     return groups[0] is not groups[1] and torch.distributed.group.WORLD not in groups
 
 

@@ -7,7 +7,6 @@ import threading
 from typing import IO, Any
 
 from gradcast.lab.hosts import Network
-from gradcast.lab.settings import Sent
 from gradcast.lab.workers import run_for_result
 
 # What changes during the middle third of the steps.
@@ -24,7 +23,7 @@ CHANGE, CHANGE_BACK = b"+", b"-"  # requests of rank 0
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptSettings(Sent):
+class AdaptSettings:
     model: str
     profile: str  # the stand-in's profile as JSON
     rates_bits_per_s: tuple[float, ...]
@@ -73,9 +72,10 @@ def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[s
         listener.start()
         try:
             return run_for_result(
-                "gradcast.lab.adapt_worker",
-                [settings.to_json(), str(write_end)],
+                "gradcast.lab.adapt_worker:record",
+                [settings, write_end],
                 len(rates) * settings.ranks_per_host,
+                promptly=True,
                 timeout_s=timeout_s,
                 network=network,
                 ranks_per_host=settings.ranks_per_host,

@@ -1,16 +1,9 @@
-"""One rank of ``gradcast dev lab adapt``: ``python -m gradcast.lab.adapt_worker SETTINGS PIPE RESULTS``.
-
-Trains a stand-in in overlap mode, and records for each step how long it took and which plan it followed. Rank 0
-requests changes of the network through the file descriptor PIPE, and writes the file RESULTS.
-"""
+"""One rank of ``gradcast dev lab adapt``: trains a stand-in in overlap mode, and records each step and its plan."""
 
 import dataclasses
-import json
 import logging
 import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +11,6 @@ import torch.distributed as dist
 
 import gradcast
 from gradcast.lab.adapt import CHANGE, CHANGE_BACK, CHANGED_HOST, LOADING_S, AdaptSettings
-from gradcast.lab.cores import wake_promptly
 from gradcast.lab.models import StandInTask
 from gradcast.lab.settings import Settings
 
@@ -36,24 +28,19 @@ class LogRecorder(logging.Handler):
         print(f"step {self.step}: {record.getMessage()}", flush=True)
 
 
-def main(settings: AdaptSettings, pipe: int, results_path: Path) -> None:
-    torch.set_num_threads(1)
-    wake_promptly()
-    dist.init_process_group("gloo")
+def recorded_log() -> LogRecorder:
+    """What gradcast logs from now on."""
     recorder = LogRecorder()
     logging.getLogger("gradcast").addHandler(recorder)
     logging.getLogger("gradcast").setLevel(logging.INFO)
-    results = _train(settings, recorder, pipe)
-    if dist.get_rank() == 0:
-        results_path.write_text(json.dumps({"torch": torch.__version__, **results, "said": recorder.lines}))
-    dist.destroy_process_group()
+    return recorder
 
 
-def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> dict[str, Any]:
+def record(settings: AdaptSettings, pipe: int) -> dict[str, Any]:
+    """``pipe``: the file descriptor through which rank 0 requests changes of the network."""
+    recorder = recorded_log()
     rank = dist.get_rank()
-    task = StandInTask(
-        Settings(settings.model, settings.profile, settings.rates_bits_per_s, (), scale_size=settings.scale_size), rank
-    )
+    task = StandInTask(Settings(settings.model, settings.profile, scale_size=settings.scale_size), rank)
     module = task.module()
     optimizer = task.optimizer(module)
     handle = gradcast.attach(module, optimizer)
@@ -79,7 +66,8 @@ def _train(settings: AdaptSettings, recorder: LogRecorder, pipe: int) -> dict[st
         if rank == 0 and number % _PROGRESS_EVERY == _PROGRESS_EVERY - 1:
             print(f"step {number + 1} of {settings.steps}: {took_ms:.0f} ms", flush=True)
     handle.detach()
-    return {"steps": steps, "alarms": [dataclasses.asdict(alarm) for alarm in handle.alarms()]}
+    alarms = [dataclasses.asdict(alarm) for alarm in handle.alarms()]
+    return {"torch": torch.__version__, "steps": steps, "alarms": alarms, "said": recorder.lines}
 
 
 def _change(settings: AdaptSettings, task: StandInTask, rank: int, pipe: int, *, begins: bool) -> None:
@@ -90,7 +78,3 @@ def _change(settings: AdaptSettings, task: StandInTask, rank: int, pipe: int, *,
     if rank == 0:
         print(f"now {settings.description}" if begins else "now it is as before", flush=True)
         os.write(pipe, CHANGE if begins else CHANGE_BACK)
-
-
-if __name__ == "__main__":
-    main(AdaptSettings.from_json(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

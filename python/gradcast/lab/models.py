@@ -13,7 +13,8 @@ import gradcast
 from gradcast.lab.errors import LabError
 from gradcast.lab.settings import REAL_MODELS, Settings
 from gradcast.lab.standin import Gradients, Shape, SimulatedDevice, StandIn, sgd_on
-from gradcast.lab.trainer import Batch
+
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 _EXAMPLES = Path(gradcast.__file__).resolve().parents[2] / "examples"
 _SEED = 0

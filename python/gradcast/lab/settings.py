@@ -1,29 +1,17 @@
-"""What ``gradcast dev lab train`` trains, on which hosts and for how long. The command sends it to its workers."""
+"""What ``gradcast dev lab train`` trains, on which hosts and for how long."""
 
 import dataclasses
-import json
-from typing import Any
 
 # Programs of examples/ whose models are trained as they are, without a stand-in.
 REAL_MODELS = ("digits", "char_gpt")
 
 
-class Sent:
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Any:
-        fields = json.loads(text).items()
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields})
-
-
 @dataclasses.dataclass(frozen=True)
-class Settings(Sent):
+class Settings:
     model: str  # a real model's name, or that of the stand-in's profile
-    profile: str | None  # the stand-in's profile as JSON; None for a real model
-    rates_bits_per_s: tuple[float, ...]  # of each host's link
-    names: tuple[str, ...]  # of the variants, see variants.py
+    profile: str | None = None  # the stand-in's profile as JSON; None for a real model
+    rates_bits_per_s: tuple[float, ...] = ()  # of each host's link
+    names: tuple[str, ...] = ()  # of the variants, see variants.py
     scale_size: float = 1.0  # of the stand-in's tensors
     width: int | None = None  # of a real model; None for its example's
     batch: int = 8  # of a real model, per rank and step

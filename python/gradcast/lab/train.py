@@ -22,9 +22,10 @@ def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str,
         for host, rate in enumerate(rates):
             network.set_rate(host, rate)
         return run_for_result(
-            "gradcast.lab.worker",
-            [settings.to_json()],
+            "gradcast.lab.worker:measure",
+            [settings],
             settings.world_size,
+            promptly=settings.stand_in,
             timeout_s=timeout_s,
             network=network,
             ranks_per_host=settings.ranks_per_host,

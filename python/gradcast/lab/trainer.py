@@ -1,4 +1,4 @@
-"""Trains one model in one variant, step by step, and times each step."""
+"""Trains one model step by step, and times each step."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,65 +10,91 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
+from gradcast.lab.models import Batch, Task
 from gradcast.lab.variants import Variant
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+class Training:
+    """A model in training. ``called``: its module, or what wraps it. ``handle``: gradcast's, None without it."""
 
-class Trainer:
-    """A model with its optimizer and, if the variant sends gradients, DDP or gradcast. Collective."""
+    def __init__(self, task: Task, called: nn.Module, optimizer: torch.optim.Optimizer, handle: Any = None) -> None:
+        self.task, self.called, self.optimizer, self.handle = task, called, optimizer, handle
+        self.losses: list[torch.Tensor] = []  # of each step
+        self.before_step: Callable[[], Any] = lambda: None  # between backward and step()
+        self.after_step: Callable[[], Any] = lambda: None
 
-    def __init__(
-        self, variant: Variant, module: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, *, in_flight: int = 1
-    ) -> None:
-        self.variant = variant
-        self.module = module
-        self.handle: Any = None  # gradcast's, None without it
-        self.step_count = 0
-        self._loss = loss
-        self._optimizer = optimizer
-        self._model = module
-        if variant.mode == "ddp":
-            # A group of its own has its own connections, as in a separate training: TCP adapts to its messages alone.
-            own = dist.new_group()
-            self._model = DistributedDataParallel(module, process_group=own, **_bucket_options(variant))
-        elif variant.by_gradcast:
-            policy = {} if variant.policy is None else {"policy": variant.policy}
-            options = gradcast.Options(
-                in_flight=variant.in_flight or in_flight, adapt=variant.adapt, wire=variant.wire, **policy
-            )
-            self.handle = gradcast.attach(module, optimizer if variant.mode == "overlap" else None, options=options)
+    @property
+    def step_count(self) -> int:
+        return len(self.losses)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Trains on each batch and yields its ms. If a step leaves gradients in flight, the next waits for them."""
         start = time.perf_counter()
         for inputs, targets in batches:
-            self._optimizer.zero_grad()
-            self._loss(self._model(inputs), targets).backward()
-            self._optimizer.step()
-            self.step_count += 1
+            self.optimizer.zero_grad()
+            loss = self.task.loss(self.called(inputs), targets)
+            loss.backward()
+            self.before_step()
+            self.optimizer.step()
+            self.after_step()
+            self.losses.append(loss.detach())
             end = time.perf_counter()
             yield 1e3 * (end - start)
             start = end
+
+    def train(self, count: int) -> list[float]:
+        """Trains on the next ``count`` batches of the task, and returns the ms of each."""
+        return list(self.steps(self.task.batches(self.step_count, count)))
+
+    def turn(self, count: int) -> list[float]:
+        """Trains ``count`` steps together with all ranks, in turns with other models, until nothing is in flight.
+        Returns the ms of each step but the first one, which finds caches and TCP's windows as another model left them.
+        """
+        dist.barrier()
+        times_ms = self.train(count)
+        self.finish()
+        return times_ms[1:]
 
     def finish(self) -> None:
         """Waits for everything in flight, and frees the gradients."""
         if self.handle:
             self.handle.flush()
-        self._optimizer.zero_grad()
-
-    def bucket_count(self) -> int | None:
-        """Number of DDP's buckets, None if DDP does not tell or is not used."""
-        if not isinstance(self._model, DistributedDataParallel):
-            return None
-        facts = self._model._get_ddp_logging_data()
-        sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes")
-        return len(str(sizes).split(",")) if sizes else None
+        self.optimizer.zero_grad()
 
     def detach(self) -> None:
         if self.handle:
             self.handle.detach()
+
+
+class Trainer(Training):
+    """A model of the task with, if the variant sends gradients, DDP or gradcast. Collective."""
+
+    def __init__(self, variant: Variant, task: Task, *, in_flight: int = 1) -> None:
+        self.variant = variant
+        self.module = called = task.module()
+        optimizer, handle = task.optimizer(self.module), None
+        if variant.mode == "ddp":
+            called = ddp_alone(self.module, **_bucket_options(variant))
+        elif variant.by_gradcast:
+            policy = {} if variant.policy is None else {"policy": variant.policy}
+            options = gradcast.Options(
+                in_flight=variant.in_flight or in_flight, adapt=variant.adapt, wire=variant.wire, **policy
+            )
+            handle = gradcast.attach(self.module, optimizer if variant.mode == "overlap" else None, options=options)
+        super().__init__(task, called, optimizer, handle)
+
+    def bucket_count(self) -> int | None:
+        """Number of DDP's buckets, None if DDP does not tell or is not used."""
+        if not isinstance(self.called, DistributedDataParallel):
+            return None
+        facts = self.called._get_ddp_logging_data()
+        sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes")
+        return len(str(sizes).split(",")) if sizes else None
+
+
+def ddp_alone(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """DDP with connections of its own, as in a separate training: TCP adapts to its messages alone. Collective."""
+    return DistributedDataParallel(module, process_group=dist.new_group(), **options)
 
 
 def _bucket_options(variant: Variant) -> dict[str, Any]:

@@ -1,13 +1,11 @@
-"""One rank of ``gradcast dev lab train``: ``python -m gradcast.lab.worker SETTINGS RESULTS`` with torchrun's variables.
+"""One rank of ``gradcast dev lab train``.
 
 Trains one model per variant. The variants take turns, so that other load of the machine affects all of them equally.
-Rank 0 prints the progress and writes its measurements to the file RESULTS.
+Rank 0 prints the progress.
 """
 
 import json
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ import torch.distributed as dist
 import gradcast
 from gradcast import _core
 from gradcast.lab import predictions, replays
-from gradcast.lab.cores import BusyCores, wake_promptly
+from gradcast.lab.cores import BusyCores
 from gradcast.lab.counters import sent_bytes
 from gradcast.lab.models import make_task
 from gradcast.lab.replays import Step
@@ -39,18 +37,11 @@ _SETTLING_STEPS = CALIBRATION_STEPS + 4
 _MEASURING = Variant("overlap (to measure)", "overlap")
 
 
-def main(settings: Settings, results_path: Path) -> None:
-    torch.set_num_threads(1)
-    if settings.stand_in:
-        wake_promptly()
-    dist.init_process_group("gloo")
-    results = Training(settings).run()
-    if dist.get_rank() == 0:
-        results_path.write_text(json.dumps(results))
-    dist.destroy_process_group()
+def measure(settings: Settings) -> dict[str, Any]:
+    return Measurement(settings).run()
 
 
-class Training:
+class Measurement:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._task = make_task(settings, dist.get_rank())
@@ -81,13 +72,9 @@ class Training:
         return results
 
     def _prepared(self, each: Variant) -> Trainer:
-        module = self._task.module()
-        optimizer = self._task.optimizer(module)
-        trainer = Trainer(each, module, optimizer, self._task.loss, in_flight=self._settings.in_flight)
-        dist.barrier()
-        steps_ms = list(trainer.steps(self._task.batches(0, self._prepared_steps)))
-        trainer.finish()
-        _tell(f"prepared {each.name}: {len(steps_ms)} steps, the last of {steps_ms[-1]:.0f} ms")
+        trainer = Trainer(each, self._task, in_flight=self._settings.in_flight)
+        last_ms = trainer.turn(self._prepared_steps)[-1]
+        _tell(f"prepared {each.name}: {self._prepared_steps} steps, the last of {last_ms:.0f} ms")
         return trainer
 
     def _measured(self, by_gradcast: list[Trainer]) -> _core.Profile:
@@ -202,7 +189,3 @@ def _parameter_bytes(module: torch.nn.Module) -> dict[str, int]:
 def _tell(text: str, end: str = "\n") -> None:
     if dist.get_rank() == 0:
         print(text, end=end, flush=True)
-
-
-if __name__ == "__main__":
-    main(Settings.from_json(sys.argv[1]), Path(sys.argv[2]))

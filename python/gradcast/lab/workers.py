@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -79,18 +80,26 @@ def run_workers(
 
 
 def run_for_result(
-    module: str, arguments: Sequence[str], worker_count: int, *, inherited: Sequence[IO[bytes]] = (), **options: Any
+    function: str,
+    arguments: Sequence[Any],
+    worker_count: int,
+    *,
+    promptly: bool = False,
+    inherited: Sequence[IO[bytes]] = (),
+    **options: Any,
 ) -> Any:
-    """Runs ``python -m module arguments RESULTS`` like ``run_workers``. Returns the JSON that rank 0 wrote."""
-    with tempfile.TemporaryFile() as file:
-        run_workers(
-            ["-m", module, *arguments, f"/dev/fd/{file.fileno()}"],
-            worker_count,
-            inherited=[file, *inherited],
-            **options,
-        )
-        file.seek(0)
-        return json.load(file)
+    """Returns, through JSON, what ``function`` ("package.module:name") returns on rank 0 if all ranks call it.
+
+    Ranks run like those of ``run_workers``, with Gloo. ``arguments`` are pickled. ``promptly``: see
+    ``cores.wake_promptly``, for ranks that wait rather than compute.
+    """
+    with tempfile.TemporaryFile() as call, tempfile.TemporaryFile() as result:
+        pickle.dump((function, arguments, promptly), call)
+        call.flush()
+        command = ["-m", "gradcast.lab.rank", *(f"/dev/fd/{file.fileno()}" for file in (call, result))]
+        run_workers(command, worker_count, inherited=[call, result, *inherited], **options)
+        result.seek(0)
+        return json.load(result)
 
 
 def _environment(rank: int, world_size: int, per_host: int, network: Network | None, port: int) -> dict[str, str]:
