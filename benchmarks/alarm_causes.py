@@ -28,7 +28,7 @@ CHANGES = {
 _TIMEOUT_S = 900.0
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", type=BANDWIDTH, default=1.2e9)
@@ -53,7 +53,6 @@ def main() -> int:
         results = train(settings, timeout_s=_TIMEOUT_S, output=sys.stderr)
         rows.append(_row(name, right, settings, results))
     print(tabulate(rows, ["change", "step ms", "alarm", "steps after it", "over after", "other alarms"]))
-    return 0
 
 
 def _row(name: str, right: list[Any], settings: AdaptSettings, results: dict[str, Any]) -> list[Any]:

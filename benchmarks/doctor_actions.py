@@ -90,7 +90,7 @@ def rows_of(name: str) -> list[list[str]]:
     return rows
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, "doctor_actions.jsonl")
     parser.add_argument("--only", choices=list(SITUATIONS), help="this situation alone")
     args = parser.parse_args()
@@ -103,8 +103,7 @@ def main() -> int:
                 append(args.record, row)
     headers = ["situation", "verdict", "action", "predicted", "measured", "off", "ms before", "ms after"]
     show(tabulate(rows, headers, tablefmt="github", disable_numparse=True), MARK, args.refresh)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

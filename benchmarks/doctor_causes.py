@@ -198,7 +198,7 @@ def name_of(causes: list[Cause]) -> str:
     return " + ".join(cause.name for cause in causes) or "no cause"
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, "doctor_causes.jsonl")
     parser.add_argument("--only", help="these and the case without any, also where the record has them: link,read+link")
     parser.add_argument("--table", action="store_true", help="only the table of what the record has")
@@ -217,8 +217,7 @@ def main() -> int:
     text = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
     text += f"\n\n{sum(row[-1] == 'yes' for row in rows)} of {len(rows)} recovered. {rests_of(lines)}"
     show(text, MARK, args.refresh)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

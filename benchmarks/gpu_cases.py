@@ -31,16 +31,14 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
-from benchmarks.gpu_training import as_a_host_of_its_own
+from benchmarks.gpu_training import Training, as_a_host_of_its_own
 from gradcast import _core
 from gradcast.comparison.compare import has_other_ops
 from gradcast.training.plan.agreement import plan_text
 
-_STEPS, _WIDTH = 16, 64
-_WARMUP_STEPS = 3
+_STEPS, _WIDTH, _LAYERS = 16, 64, 4
 _TIMEOUT_S = 5.0  # of an operation, where one fails
 _CASE_TIMEOUT_S = 120.0
 _ENDS = ("a failed operation", "a killed rank")
@@ -55,40 +53,25 @@ class Rank:
     def train(
         self,
         mode: str,
-        norm: Callable[[int], nn.Module] = nn.LayerNorm,
         *,
         metrics: bool = False,
         before_step: Callable[[int], None] = lambda _: None,
         **options: Any,
     ) -> list[torch.Tensor]:
         """The parameters of "ddp", "hook" or "overlap" after all batches, and the sums of the losses if ``metrics``: a
-        collective of the program's own after each step. ``options``: of gradcast."""
-        torch.manual_seed(0)
-        layers = [each for _ in range(4) for each in (nn.Linear(_WIDTH, _WIDTH), norm(_WIDTH), nn.ReLU())]
-        module = nn.Sequential(*layers).to(self.device)
-        sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        model, handle = module, None
-        if mode == "ddp":
-            model = DistributedDataParallel(module)
-        else:
-            chosen = gradcast.Options(**{"adapt": False, "warmup_steps": _WARMUP_STEPS} | options)
-            handle = gradcast.attach(module, sgd if mode == "overlap" else None, options=chosen)
-        found = []
+        collective of the program's own after each step. ``options``: as for ``Training``."""
+        training = Training(mode, self.device, _WIDTH, layers=_LAYERS, **options)
+        handle, found = training.handle, []
         for number, batch in enumerate(self.batches):
             before_step(number)
-            sgd.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            sgd.step()
+            loss = training.step(batch)
             if metrics:
-                found.append(loss.detach().clone())
+                found.append(loss)
                 with contextlib.nullcontext() if handle is None else handle.collective():
-                    dist.all_reduce(found[-1])
+                    dist.all_reduce(loss)
         if handle is not None:
-            handle.flush()
             self.profile, self.plan = handle.profile, handle.plan
-            handle.detach()
-        return found + [each.detach().clone() for each in module.parameters()]
+        return found + training.end()
 
 
 # A case returns what is wrong.

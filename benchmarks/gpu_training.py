@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcast
 from gradcast.intervals import busy_periods_ns
 
-LAYERS = 12
+_LAYERS = 12
 # After so many gradcast follows its plan: 3 of them measure, 9 hold the plan against what it takes.
 WARMUP = 16
 MODES = ("ddp", "hook", "overlap")
@@ -47,23 +47,37 @@ def as_a_host_of_its_own(rank: int) -> dict[str, str]:
 
 
 class Training:
-    def __init__(self, mode: str, device: torch.device, width: int) -> None:
+    """Layers of this width, in mode "ddp", "hook" or "overlap". ``options``: of gradcast."""
+
+    def __init__(
+        self,
+        mode: str,
+        device: torch.device,
+        width: int,
+        *,
+        layers: int = _LAYERS,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        layers = [each for _ in range(LAYERS) for each in (nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU())]
-        self.module = nn.Sequential(*layers).to(device)
+        made = [each for _ in range(layers) for each in (nn.Linear(width, width), norm(width), nn.ReLU())]
+        self.module = nn.Sequential(*made).to(device)
         self.sgd = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
         self.model: Any = self.module
         self.handle: Any = None
         if mode == "ddp":
             self.model = DistributedDataParallel(self.module)
         else:
-            options = gradcast.Options(adapt=False, warmup_steps=3)
-            self.handle = gradcast.attach(self.module, self.sgd if mode == "overlap" else None, options=options)
+            chosen = gradcast.Options(**{"adapt": False, "warmup_steps": 3} | options)
+            self.handle = gradcast.attach(self.module, self.sgd if mode == "overlap" else None, options=chosen)
 
-    def step(self, inputs: torch.Tensor) -> None:
+    def step(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
         self.sgd.zero_grad()
-        self.model(inputs).square().mean().backward()
+        loss = self.model(inputs).square().mean()
+        loss.backward()
         self.sgd.step()
+        return loss.detach()
 
     def end(self) -> list[torch.Tensor]:
         if self.handle is not None:

@@ -25,7 +25,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.pages import RESULTS, append, read_record
+from benchmarks.pages import RESULTS, append, find_run, read_record
 from gradcast.lab.models import load_example
 from gradcast.palette import CURVES
 
@@ -126,15 +126,15 @@ class Training:
         return sums / targets.numel()
 
 
-def train(args: argparse.Namespace, variant: str, seed: int) -> dict[str, Any]:
+def train(args: argparse.Namespace, variant: str, seed: int) -> list[float]:
+    """What is measured before the first step and after each ``args.every``."""
     training = Training(JOBS[args.model](args.batch), variant, seed, args.ranks)
     curve = [training.measured()]
     for number in range(1, args.steps + 1):
         training.step()
         if number % args.every == 0:
             curve.append(training.measured())
-    settings = {name: getattr(args, name) for name in ("model", "ranks", "batch", "steps", "every")}
-    return settings | {"variant": variant, "seed": seed, "curve": curve}
+    return curve
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -181,7 +181,7 @@ def draw(path: str, runs: list[dict[str, Any]]) -> None:
     save(figure, path)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=JOBS)
     parser.add_argument("--seeds", type=int, default=5)
@@ -194,19 +194,20 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     wanted = {name: getattr(args, name) for name in ("model", "ranks", "batch", "steps", "every")}
+    record, runs = read_record(args.record), []
     for seed in range(args.seeds):
         for variant in VARIANTS:
             key = wanted | {"variant": variant, "seed": seed}
-            if not any(key.items() <= known.items() for known in read_record(args.record)):
-                run = train(args, variant, seed)
+            run = find_run(record, key)
+            if run is None:
+                run = key | {"curve": train(args, variant, seed)}
                 append(args.record, run)
                 print(f"{args.model}, seed {seed}, {variant}: {run['curve'][-1]:.4f}", flush=True)
-    runs = [run for run in read_record(args.record) if wanted.items() <= run.items() and run["seed"] < args.seeds]
+            runs.append(run)
     print(table(runs))
     if args.output:
         draw(args.output, runs)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -295,7 +295,7 @@ def comparison(lines: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> st
     return tabulate(rows, ["cell", "", "x best ddp, before", "now", "change"], disable_numparse=True)
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, "lab.jsonl")
     parser.add_argument("--run", action="store_true", help="measure the cells that are missing in the record")
     parser.add_argument("--hosts", type=int, choices=list(COMPUTE_MS), help="run only the cells with so many")
@@ -310,8 +310,7 @@ def main() -> int:
         print(comparison(lines, read_record(args.compare)))
     else:
         show(table(lines), MARK, args.refresh)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

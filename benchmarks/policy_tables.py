@@ -4,8 +4,6 @@ Times are predictions of ``play``; a cell is the iteration time over the bound o
 and in brackets over the plain bound. Run: python -m benchmarks.policy_tables [--refresh benchmarks/results/tables.md]
 """
 
-import sys
-
 from tabulate import tabulate
 
 from benchmarks.pages import parser_of, show
@@ -52,12 +50,11 @@ def table(name: str, mode: str) -> str:
     return f"**{name}, {mode} mode**\n\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
-def main() -> int:
+def main() -> None:
     args = parser_of(__doc__).parse_args()
     text = "\n\n".join(table(name, mode) for mode in ("overlap", "hook") for name in PROFILES)
     show(text, MARK, args.refresh)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import shutil
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -79,7 +78,7 @@ def longest_waits_ms(action: Callable[[], object], rounds: int) -> tuple[list[fl
     return found, statistics.median(durations)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=1500.0, help="of the state (default: 1500, that of GPT-2)")
     parser.add_argument("--tensors", type=int, default=148, help="parameters (default: 148)")
@@ -113,8 +112,7 @@ def main() -> int:
         rows.append([name, duration_s, statistics.median(waits), max(waits)])
     head = ["", "s", "longest wait for the GIL, median ms", "most"]
     print(tabulate(rows, headers=head, tablefmt="github", floatfmt=".2f"))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
