@@ -79,12 +79,12 @@ def fit(models: Sequence[ModelStep]) -> Fit:
 
 def load_step_times(path: str) -> list[ModelStep]:
     """A CSV file with the columns flops, and tensors and step_ms, or profile; and perhaps model, a name."""
-    found = []
-    for number, row in enumerate(csv.DictReader(io.StringIO(read_text(path, "step times"))), 2):
+    rows, found = csv.DictReader(io.StringIO(read_text(path, "step times"))), []
+    for row in rows:
         try:
             found.append(_model(row))
         except Error as error:
-            raise Error(f"{path}, line {number}: {error}") from None
+            raise Error(f"{path}, line {rows.line_num}: {error}") from None
     return found
 
 
