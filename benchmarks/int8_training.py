@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from training.int8_mean import Int8Mean, added
 
 VARIANTS = ("fp32", "int8", "int8 without feedback")
-_HELD_OUT_BATCH = 64
+HELD_OUT_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,36 @@ def digits(batch: int) -> Job:
 JOBS = {"char_gpt": char_gpt, "digits": digits}
 
 
+def chances(seed: int, ranks: int) -> list[torch.Generator]:
+    """With which the ranks draw what they train on."""
+    return [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(ranks)]
+
+
+def loss_of(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(module(inputs).flatten(0, targets.dim() - 1), targets.flatten())
+
+
+@torch.no_grad()
+def held_out_measure(job: Job, module: nn.Module) -> float:
+    sums = 0.0
+    for inputs, targets in zip(*(each.split(HELD_OUT_BATCH) for each in job.held_out), strict=True):
+        if job.measure == "loss":
+            sums += loss_of(module, inputs, targets).item() * targets.numel()
+        else:
+            sums += 100.0 * int((module(inputs).argmax(1) != targets).sum())
+    return sums / job.held_out[1].numel()
+
+
 class Training:
     """One model as ``ranks`` ranks would train it."""
 
     def __init__(self, job: Job, variant: str, seed: int, ranks: int) -> None:
         torch.manual_seed(seed)
         self._job, self._ranks = job, ranks
-        self._module = job.module()
-        self._parameters = list(self._module.parameters())
-        self._optimizer = job.optimizer(self._module)
-        self._chances = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(ranks)]
+        self.module = job.module()
+        self._parameters = list(self.module.parameters())
+        self._optimizer = job.optimizer(self.module)
+        self._chances = chances(seed, ranks)
         has_feedback = variant == "int8"
         self._int8 = None if variant == "fp32" else Int8Mean(self._parameters, ranks, has_feedback=has_feedback)
 
@@ -102,7 +122,7 @@ class Training:
         gradients = []
         for chance in self._chances:
             inputs, targets = self._job.draw(chance)
-            gradients.append(torch.autograd.grad(self._loss(inputs, targets), self._parameters))
+            gradients.append(torch.autograd.grad(loss_of(self.module, inputs, targets), self._parameters))
         with torch.no_grad():
             for index, (parameter, *own) in enumerate(zip(self._parameters, *gradients, strict=True)):
                 if self._int8 is None:
@@ -111,29 +131,16 @@ class Training:
                     parameter.grad = self._int8.of(index, own)
         self._optimizer.step()
 
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(self._module(inputs).flatten(0, targets.dim() - 1), targets.flatten())
-
-    @torch.no_grad()
-    def measured(self) -> float:
-        inputs, targets = self._job.held_out
-        sums = 0.0
-        for chosen, wanted in zip(inputs.split(_HELD_OUT_BATCH), targets.split(_HELD_OUT_BATCH), strict=True):
-            if self._job.measure == "loss":
-                sums += self._loss(chosen, wanted).item() * wanted.numel()
-            else:
-                sums += 100.0 * int((self._module(chosen).argmax(1) != wanted).sum())
-        return sums / targets.numel()
-
 
 def train(args: argparse.Namespace, variant: str, seed: int) -> list[float]:
     """What is measured before the first step and after each ``args.every``."""
-    training = Training(JOBS[args.model](args.batch), variant, seed, args.ranks)
-    curve = [training.measured()]
+    job = JOBS[args.model](args.batch)
+    training = Training(job, variant, seed, args.ranks)
+    curve = [held_out_measure(job, training.module)]
     for number in range(1, args.steps + 1):
         training.step()
         if number % args.every == 0:
-            curve.append(training.measured())
+            curve.append(held_out_measure(job, training.module))
     return curve
 
 
@@ -146,7 +153,8 @@ def table(runs: list[dict[str, Any]]) -> str:
         differences = [ends[variant, seed] - ends["fp32", seed] for seed in seeds]
         error = statistics.stdev(differences) / math.sqrt(len(seeds))
         middle = statistics.mean(differences)
-        told = ["-", "-"] if variant == "fp32" else [f"{middle:+.4f} ± {error:.4f}", f"{abs(middle) / error:.1f}"]
+        in_errors = f"{abs(middle) / error:.1f}" if error > 0 else "-"
+        told = ["-", "-"] if variant == "fp32" else [f"{middle:+.4f} ± {error:.4f}", in_errors]
         each_told = ", ".join(f"{each:+.4f}" for each in differences)
         rows.append([variant, f"{statistics.mean(values):.4f}", *told, each_told])
     head = ["wire", "held out, mean", "difference to fp32 ± standard error", "in standard errors", "by seed"]
@@ -192,6 +200,8 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=RESULTS / "int8_training.jsonl", metavar="JSONL")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="draw it")
     args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error("--seeds has to be at least 2: one difference has no standard error")
     torch.set_num_threads(1)
     wanted = {name: getattr(args, name) for name in ("model", "ranks", "batch", "steps", "every")}
     record, runs = read_record(args.record), []

@@ -18,6 +18,7 @@ time that the steps take there.
 """
 
 import copy
+import dataclasses
 import platform
 import statistics
 import sys
@@ -29,13 +30,12 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import gradcast
-from benchmarks.int8_training import char_gpt
+from benchmarks.int8_training import chances, char_gpt, held_out_measure, loss_of
 from benchmarks.on_hosts import measured
 from benchmarks.pages import append, find_run, parser_of, read_record, run_program, show
-from benchmarks.stacked_gpt import MOMENTUM, Stack, chances, first_local_step, rates
+from benchmarks.stacked_gpt import MOMENTUM, Stack, first_local_step, rates
 from gradcast.cli.common import BANDWIDTH
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
@@ -60,25 +60,13 @@ _WARMUP_STEPS = 24
 _TIMED_STEPS, _TIMED_STEPS_MIN, _TIMED_S = 20, 5, 20.0  # whole rounds, at most so long unless they are longer
 
 
-def loss_of(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
-
-
-@torch.no_grad()
-def held_out_loss(module: nn.Module, held_out: tuple[torch.Tensor, torch.Tensor]) -> float:
-    sums = 0.0
-    for inputs, targets in zip(*(each.split(64) for each in held_out), strict=True):
-        sums += loss_of(module, inputs, targets).item() * targets.numel()
-    return sums / held_out[1].numel()
-
-
 def train_int8(run: dict[str, Any], device: str) -> list[float]:
     """The held-out losses of one training with int8: DDP's, then that with local steps if the run has any."""
     torch.manual_seed(run["seed"])
     job = char_gpt(run["batch"], run["width"])
     module = job.module().to(device)
     parameters, own_chances = list(module.parameters()), chances(run["seed"], run["ranks"])
-    held_out = tuple(each.to(device) for each in job.held_out)
+    job = dataclasses.replace(job, held_out=tuple(each.to(device) for each in job.held_out))
     optimizers = [torch.optim.SGD(parameters, lr=run["rate"], momentum=MOMENTUM)]
     int8, local, curve = Int8Mean(parameters, run["ranks"]), None, []
 
@@ -99,7 +87,7 @@ def train_int8(run: dict[str, Any], device: str) -> list[float]:
             local.use("int8", dict.fromkeys(range(len(local.parts)), 0))
             optimizers = local.optimizers
         if number % _MEASURED_EVERY == 0:
-            curve.append(held_out_loss(global_model(), held_out))
+            curve.append(held_out_measure(job, global_model()))
         batches = [[each.to(device) for each in job.draw(chance)] for chance in own_chances]
         if local is None:
             own = [torch.autograd.grad(loss_of(module, *each), parameters) for each in batches]
@@ -116,7 +104,7 @@ def train_int8(run: dict[str, Any], device: str) -> list[float]:
             local.after_step()
     if local is not None:
         local.end()
-    return [*curve, held_out_loss(global_model(), held_out)]
+    return [*curve, held_out_measure(job, global_model())]
 
 
 def train(keys: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm, scaled_dot_product_attention
 
-from benchmarks.int8_training import char_gpt
+from benchmarks.int8_training import HELD_OUT_BATCH, chances, char_gpt
 from gradcast.local_steps import make_schedule
 from gradcast.training.local.outer import MERGE
 
 MOMENTUM = 0.9
-_HELD_OUT_BATCH = 64
 
 
 def rates(peak: float, steps: int) -> list[float]:
@@ -33,11 +32,6 @@ def rates(peak: float, steps: int) -> list[float]:
 
 def first_local_step(run: dict[str, Any]) -> int:
     return round(run["start"] * run["steps"]) if "start" in run else run["steps"]
-
-
-def chances(seed: int, ranks: int) -> list[torch.Generator]:
-    """With which the ranks draw their texts."""
-    return [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(ranks)]
 
 
 class Net:
@@ -251,7 +245,7 @@ class Stack:
         for model, each in zip(models[len(models) - len(rounds) :], rounds, strict=True):
             model.copy_(each.value)
         parts, total = self._net.parts(models), torch.zeros(len(models), device=models.device)
-        for texts in self._held_out.split(_HELD_OUT_BATCH):
+        for texts in self._held_out.split(HELD_OUT_BATCH):
             shared = texts.long().expand(len(models), -1, -1)
             total += len(texts) * self._net.losses(parts, shared[..., :-1], shared[..., 1:])
         return total / len(self._held_out)

@@ -137,3 +137,10 @@ def test_the_training_gives_the_numbers_of_ddp_in_both_modes():
         line.split()[0] for line in ended.stdout.splitlines() if line and line.split()[0] in ("ddp", "hook", "overlap")
     ]
     assert rows == ["ddp", "hook", "overlap"]
+
+
+def test_differences_that_are_equal_for_all_seeds_have_no_standard_error():
+    from benchmarks.int8_training import VARIANTS, table
+
+    runs = [{"variant": variant, "seed": seed, "curve": [1.0, 0.5]} for variant in VARIANTS for seed in range(2)]
+    assert [line.split("|")[4].strip() for line in table(runs).splitlines()[2:]] == ["-"] * 3

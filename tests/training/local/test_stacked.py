@@ -7,8 +7,8 @@ import pytest
 from training.needs import torch
 
 pytest.importorskip("training.needs")
-from benchmarks.int8_training import char_gpt
-from benchmarks.stacked_gpt import MOMENTUM, Stack, chances, rates
+from benchmarks.int8_training import chances, char_gpt
+from benchmarks.stacked_gpt import MOMENTUM, Stack, rates
 
 from gradcast.local_steps import make_schedule
 from training.local.reference import Reference
