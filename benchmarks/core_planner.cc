@@ -92,26 +92,15 @@ void forecast_policy(benchmark::State& state, Kind kind) {
   state.counters["blocks"] = static_cast<double>(blocks.size());
   state.counters["over_bound_percent"] = 100 * (iteration_ns(problem, blocks) / bound(problem, any_op).best_ns - 1);
 }
-BENCHMARK_CAPTURE(forecast_policy, nested, Kind{})
-    ->RangeMultiplier(10)
-    ->Range(100, 100'000)
-    ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(forecast_policy, nested_all_operations, Kind{Windows::kNested, true})
-    ->RangeMultiplier(10)
-    ->Range(100, 100'000)
-    ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(forecast_policy, noisy, Kind{Windows::kNoisy})
-    ->RangeMultiplier(10)
-    ->Range(100, 100'000)
-    ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(forecast_policy, outliers, Kind{Windows::kOutliers})
-    ->RangeMultiplier(10)
-    ->Range(100, 10'000)
-    ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(forecast_policy, nested_bent_cost, Kind{Windows::kNested, false, 2})
-    ->RangeMultiplier(10)
-    ->Range(100, 10'000)
-    ->Unit(benchmark::kMillisecond);
+template <int64_t kTensorsMax>
+void of_sizes(benchmark::internal::Benchmark* each) {
+  each->RangeMultiplier(10)->Range(100, kTensorsMax)->Unit(benchmark::kMillisecond);
+}
+BENCHMARK_CAPTURE(forecast_policy, nested, Kind{})->Apply(of_sizes<100'000>);
+BENCHMARK_CAPTURE(forecast_policy, nested_all_operations, Kind{Windows::kNested, true})->Apply(of_sizes<100'000>);
+BENCHMARK_CAPTURE(forecast_policy, noisy, Kind{Windows::kNoisy})->Apply(of_sizes<100'000>);
+BENCHMARK_CAPTURE(forecast_policy, outliers, Kind{Windows::kOutliers})->Apply(of_sizes<10'000>);
+BENCHMARK_CAPTURE(forecast_policy, nested_bent_cost, Kind{Windows::kNested, false, 2})->Apply(of_sizes<10'000>);
 
 // A whole re-plan: profile checked, planned, plan checked, played, bounded.
 void make_plan_whole(benchmark::State& state, const char* policy) {

@@ -27,7 +27,7 @@ from gradcast.lab.workers import run_workers
 
 MARK = "doctor causes"
 SCRIPT = Path(__file__).resolve().parent.parent / "tests" / "doctor" / "train.py"
-RANKS, RANKS_PER_NODE = 4, 2
+NODES, RANKS = 2, 4
 FAST_BITS_PER_S, SLOW_BITS_PER_S, SLOW_INSIDE_BITS_PER_S = 2e9, 150e6, 300e6
 # Ordinary steps that are watched: the median of twenty still varies by 2 % on cores that four ranks share.
 WATCHED_STEPS = 50
@@ -73,27 +73,24 @@ CAUSES = {
 _EXCLUDED = ({"read", "slow data"}, {"prepare", "slow data"}, {"link", "slow host"})
 
 
-class Nodes(Network):
-    """A host with several ranks is a node; what they send each other goes over its loopback."""
-
-    def command(self, rank: int, arguments: Any) -> list[str]:
-        return super().command(rank // RANKS_PER_NODE, arguments)
-
-    def set_inside_rate(self, rate_bits_per_s: float) -> None:
-        for host in range(self.host_count):
-            subprocess.run(["ip", "-n", self._namespace(host), "link", "set", "dev", "lo", "mtu", "16000"], check=True)
-            self._shape(self._namespace(host), "lo", rate_bits_per_s)
+def set_inside_rate(network: Network, rate_bits_per_s: float) -> None:
+    """Of each host's loopback, over which its ranks send to each other."""
+    for host in range(network.host_count):
+        name = network._namespace(host)
+        subprocess.run(["ip", "-n", name, "link", "set", "dev", "lo", "mtu", "16000"], check=True)
+        network._shape(name, "lo", rate_bits_per_s)
 
 
 def run_script(network: Network, ranks: int, before: list[str], arguments: Iterable[str]) -> None:
     """``before``: what the script is an argument of."""
+    per_host = ranks // network.host_count
     with open(os.devnull, "w") as nowhere:
         command = [*before, str(SCRIPT), *arguments]
-        run_workers(command, ranks, timeout_s=TIMEOUT_S, network=network, output=nowhere)
+        run_workers(command, ranks, timeout_s=TIMEOUT_S, network=network, ranks_per_host=per_host, output=nowhere)
 
 
 def diagnose(causes: list[Cause]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, Nodes(RANKS // RANKS_PER_NODE, FAST_BITS_PER_S) as network:
+    with tempfile.TemporaryDirectory() as folder, Network(NODES, FAST_BITS_PER_S) as network:
         for cause in causes:
             for node in range(network.host_count):
                 if cause.slow_links or (cause.slow_node and node == 1):
@@ -101,7 +98,7 @@ def diagnose(causes: list[Cause]) -> dict[str, Any]:
                 if cause.latency_s > 0:
                     network.set_latency(node, cause.latency_s)
             if cause.inside_bits_per_s is not None:
-                network.set_inside_rate(cause.inside_bits_per_s)
+                set_inside_rate(network, cause.inside_bits_per_s)
         options = ("--no-network", "--no-trial", "--steps", str(WATCHED_STEPS), "--duration", "40s", "-o", folder)
         took = str(Path(folder) / "took")
         arguments = [*USUAL, "--took", took, *(word for cause in causes for word in cause.arguments)]

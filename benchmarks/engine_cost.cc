@@ -59,9 +59,9 @@ class InprocAlone {
   std::unique_ptr<Transport> transport_;
 };
 
-void per_block(benchmark::State& state, int64_t block_count) {
-  state.counters["per_block"] = benchmark::Counter(
-      static_cast<double>(block_count), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
+// The time of an iteration over this count.
+benchmark::Counter per(int64_t count) {
+  return {static_cast<double>(count), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert};
 }
 
 void run_iterations(benchmark::State& state, Transport& transport) {
@@ -76,7 +76,7 @@ void run_iterations(benchmark::State& state, Transport& transport) {
     }
     engine.wait_all(-1);
   }
-  per_block(state, block_count);
+  state.counters["per_block"] = per(block_count);
 }
 
 void BM_EngineOnInstantTransport(benchmark::State& state) {
@@ -128,7 +128,7 @@ void BM_InprocWithoutEngine(benchmark::State& state) {
     }
   }
   network.transport().close();
-  per_block(state, block_count);
+  state.counters["per_block"] = per(block_count);
 }
 BENCHMARK(BM_InprocWithoutEngine)->Arg(10)->Arg(100)->Arg(1000)->UseRealTime()->Unit(benchmark::kMicrosecond);
 
@@ -149,8 +149,7 @@ void BM_OnReady(benchmark::State& state) {
     state.SetIterationTime(elapsed.count());
     engine.wait_all(-1);
   }
-  state.counters["per_call"] = benchmark::Counter(
-      static_cast<double>(kTensors), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
+  state.counters["per_call"] = per(kTensors);
 }
 BENCHMARK(BM_OnReady)->Arg(1)->Arg(16)->Arg(1024)->UseManualTime()->Unit(benchmark::kMicrosecond);
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from tabulate import tabulate
 
+from benchmarks.gpu_training import device_of
 from gradcast.training.measure.clocks import clock_of
 
 _RATE_MIN = 0.4
@@ -53,10 +54,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--mib", type=int, default=256, help="of gradients (default: 256)")
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
-        return 1
-    device = torch.device(args.device)
+    device = device_of(args.device)
     clock = clock_of(device)
     rates: dict[str, float] = {}
     for name, (run, size_bytes) in kernels(args.mib << 18, device).items():

@@ -33,7 +33,7 @@ from tabulate import tabulate
 from torch import nn
 
 import gradcast
-from benchmarks.gpu_training import Training, as_a_host_of_its_own
+from benchmarks.gpu_training import Training, as_a_host_of_its_own, device_of
 from gradcast import _core
 from gradcast.comparison.compare import has_other_ops
 from gradcast.training.plan.agreement import plan_text
@@ -155,7 +155,7 @@ def reason_to_leave_out(case: str, backend: str, device: str) -> str | None:
 
 def be_rank(case: str, args: argparse.Namespace) -> int:
     torch.use_deterministic_algorithms(True)
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
+    device = device_of(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(args.backend, timeout=timedelta(seconds=_CASE_TIMEOUT_S))
@@ -209,9 +209,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.folder is not None:
         return be_rank(args.cases[0], args)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
-        return 1
+    device_of(args.device)
     if unknown := set(args.cases) - set(CASES):
         print(f"there is no case {sorted(unknown)}; there are: {', '.join(CASES)}", file=sys.stderr)
         return 1

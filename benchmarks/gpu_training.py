@@ -88,6 +88,13 @@ class Training:
         return parameters
 
 
+def device_of(kind: str) -> torch.device:
+    """The first device of this kind. Without one the program ends."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        sys.exit("there is no CUDA device here, or torch cannot use it")
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -142,10 +149,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--trace", metavar="JSON", help="write a trace of some steps, and look for overlap in it")
     args = parser.parse_args()
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
-        return 1
+    device = device_of(args.device)
     if "RANK" not in os.environ:
         print("start it with torchrun --standalone --nproc-per-node 2 (see --help)", file=sys.stderr)
         return 1

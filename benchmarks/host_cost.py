@@ -11,7 +11,6 @@ order of forward, which need most calls of the optimizer.
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -24,8 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
-from gradcast.files import plan_hash
 from gradcast.lab import run_workers
+from gradcast.training.plan.agreement import plan_text
 
 _LAYERS = 150  # of two tensors
 _WIDTH = 8
@@ -74,22 +73,15 @@ def make_plan(folder: Path, case: str, mode: str, block_count: int) -> str:
     training.turn_us()
     path = folder / f"{mode}.json"
     if dist.get_rank() == 0:
-        training.handle.save_plan(str(path))
-        training.handle.save_profile(str(folder / "profile.json"))
-        fields = json.loads(path.read_text())
-        profile = gradcast.load_profile(str(folder / "profile.json"))
-        ends, end = [0], 0
-        for tensor in profile.tensors:
-            end += tensor.bytes
-            ends.append(end)
+        profile = training.handle.profile
+        ends = [0, *itertools.accumulate(tensor.bytes for tensor in profile.tensors)]
         cuts = [ends[len(profile.tensors) * number // block_count] for number in range(block_count + 1)]
         blocks = [gradcast.Block(buffer=0, ranges=[cut], reason="benchmark") for cut in itertools.pairwise(cuts)]
         first = min(range(len(profile.tensors)), key=lambda index: profile.tensors[index].need_ns)
         if (first > len(profile.tensors) // 2) == (mode == "overlap"):
             blocks.reverse()
         plan = gradcast.Plan(blocks=blocks, policy="benchmark", mode=mode, in_flight=1)
-        note = fields["made_with"] | {"hash": plan_hash(plan, profile)}
-        path.write_text(json.dumps({**json.loads(plan.to_json()), "made_with": note}))
+        path.write_text(plan_text(plan, profile, None))
     training.handle.detach()
     dist.barrier()
     return str(path)
@@ -104,7 +96,8 @@ def measure(case: str, folder: Path, rounds: int, block_count: int) -> None:
     for number in range(rounds):
         for kind in trainings if number % 2 else reversed(trainings):
             times_us[kind].append(trainings[kind].turn_us())
-    calls = statistics.median(record.update_calls for record in _records(trainings["overlap"]))
+    records = trainings["overlap"].handle._attached.session.trace.complete
+    calls = statistics.median(record.update_calls for record in records)
     for training in trainings.values():
         if training.handle is not None:
             training.handle.detach()
@@ -117,10 +110,6 @@ def measure(case: str, folder: Path, rounds: int, block_count: int) -> None:
             )
             parts = f", {calls:.0f} calls of the optimizer" if mode == "overlap" else ""
             print(f"    {mode} adds {middle:.2f} x what DDP adds ({low:.2f} to {high:.2f}{parts})", flush=True)
-
-
-def _records(training: Training) -> list:
-    return training.handle._attached.session.trace.complete
 
 
 def worker(args: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ gradients), whose compute with ``--scatter`` differs from step to step and rank 
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -30,6 +29,7 @@ from gradcast.files import load_profile, plan_hash, scaled_profile
 from gradcast.lab.models import StandInTask, Task, make_task
 from gradcast.lab.settings import REAL_MODELS, Settings
 from gradcast.lab.trainer import Training
+from gradcast.training.plan.agreement import plan_text
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.plan.candidates import best_for_steps, choose_plan
 from gradcast.training.plan.expectation import StepVariation, typical_step
@@ -78,14 +78,14 @@ def made_plans(profile: _core.Profile, variation: StepVariation, folder: str) ->
     plans = (choose_plan(profile, "overlap", options), best_for_steps(profile, ("overlap",), variation, options))
     found = []
     for name, plan in zip(_PLANS, plans, strict=True):
-        made_with = {"tensors": [tensor.name for tensor in profile.tensors], "hash": plan_hash(plan, profile)}
         path = Path(folder) / f"{name}.json"
-        path.write_text(json.dumps(json.loads(plan.to_json()) | {"made_with": made_with}))
+        path.write_text(plan_text(plan, profile, None))
         at_links = [
             typical_step(profile, plan, variation.compute, factor).step_ns / 1e6 for factor in (1.0, *variation.link)
         ]
         predicted_ms = statistics.mean(at_links)
-        found.append({"path": str(path), "hash": made_with["hash"], "blocks": len(plan.blocks), "ms": predicted_ms})
+        made_hash = plan_hash(plan, profile)
+        found.append({"path": str(path), "hash": made_hash, "blocks": len(plan.blocks), "ms": predicted_ms})
     return found
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from benchmarks.demo.lanes import BACKWARD, FORWARD, UPDATE, WAIT, Block, Lanes, Span
+from benchmarks.demo.lanes import BACKWARD, FORWARD, UPDATE, WAIT, Block, Lanes
 from benchmarks.demo.results import MODES, SHOWN, Row
 from gradcast import palette
 from gradcast.plots.canvas import bare, plt, save
@@ -59,18 +59,15 @@ def _draw_steps(axes: Any, steps: list[tuple[str, Lanes]]) -> None:
         y = -_ROW * index
         above = y + _LANE + _GAP
         axes.text(0, above + _LANE + 0.12, f"{name}: {lanes.end_ms:.0f} ms", fontsize=11, weight="bold", va="bottom")
-        _draw_compute(axes, above, lanes.compute)
+        for span in lanes.compute:
+            place = [(span.start_ms, span.end_ms - span.start_ms)]
+            axes.broken_barh(place, (above, _LANE), facecolor=_COLOURS[span.kind])
         _draw_link(axes, y, lanes.link)
         axes.plot([lanes.end_ms] * 2, [y, above + _LANE], color="black", linewidth=1.5)
         ticks += [(above + _LANE / 2, "compute"), (y + _LANE / 2, "network")]
     axes.set_yticks(*zip(*ticks, strict=True))
     axes.set_xlabel("ms from the start of backward; a step ends where the next backward can start")
     bare(axes)
-
-
-def _draw_compute(axes: Any, y: float, spans: list[Span]) -> None:
-    for span in spans:
-        axes.broken_barh([(span.start_ms, span.end_ms - span.start_ms)], (y, _LANE), facecolor=_COLOURS[span.kind])
 
 
 def _draw_link(axes: Any, y: float, blocks: list[Block]) -> None:

@@ -18,16 +18,16 @@ from benchmarks.demo.training import Digits, Settings
 from gradcast.lab.models import Batch
 from gradcast.lab.trainer import Trainer
 from gradcast.lab.variants import variant
-from gradcast.lab.worker import differences
+from gradcast.lab.worker import differences, tell
 
 
 def train(settings: Settings) -> dict[str, Any]:
     digits = Digits(settings)
     trainers = [Trainer(variant(mode), digits) for mode in MODES]
-    _tell("warm-up", end="")
+    tell("warm-up", end="")
     rounds = [_round(trainers, digits.batches(0, settings.warmup_steps), digits)]
     for number in range(settings.rounds):
-        _tell(f"round {number + 1} of {settings.rounds}", end="")
+        tell(f"round {number + 1} of {settings.rounds}", end="")
         batches = digits.batches(settings.warmup_steps + number * settings.steps, settings.steps)
         rounds.append(_round(trainers, batches, digits))
     results = {
@@ -43,15 +43,15 @@ def train(settings: Settings) -> dict[str, Any]:
 
 def _round(trainers: list[Trainer], batches: list[Batch], digits: Digits) -> dict[str, Any]:
     """Every mode trains on the same batches; then their parameters are compared."""
-    _tell(", ms per step:", end="")
+    tell(", ms per step:", end="")
     steps_ms = {}
     for trainer in trainers:
         dist.barrier()
         mode = trainer.variant.name
         steps_ms[mode] = list(trainer.steps(batches))
         trainer.finish()
-        _tell(f"  {MODES[mode]} {statistics.median(steps_ms[mode]):.0f}", end="")
-    _tell("")
+        tell(f"  {MODES[mode]} {statistics.median(steps_ms[mode]):.0f}", end="")
+    tell("")
     return {"steps_ms": steps_ms, "differences": differences(trainers, digits.module())}
 
 
@@ -101,8 +101,3 @@ def _stamping_hook(buckets: list[list[int]], bucket: dist.GradBucket) -> torch.f
         return future.value()[0]
 
     return work.get_future().then(finished)
-
-
-def _tell(text: str, end: str = "\n") -> None:
-    if dist.get_rank() == 0:
-        print(text, end=end, flush=True)

@@ -32,7 +32,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from benchmarks.gpu_training import traced
+from benchmarks.gpu_training import device_of, traced
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -305,9 +305,7 @@ def main() -> int:
     for word, names in [(each, tasks) for each in args.models] + [(each, WAYS) for each in args.ways]:
         if not any(word in name for name in names):
             parser.error(f"no name has {word!r}; there are: {', '.join(names)}")
-    if is_cuda and not torch.cuda.is_available():
-        print("there is no CUDA device here, or torch cannot use it", file=sys.stderr)
-        return 1
+    device = device_of(args.device)
     set_link = getattr(ctypes.CDLL(None), "nccl_mirror_set_link", None)
     if is_cuda and set_link is None:
         library = os.path.abspath(args.library or "")
@@ -317,7 +315,6 @@ def main() -> int:
         # torch has loaded the real one: start again with the mirror in front of it.
         environment = os.environ | {"LD_PRELOAD": library}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     with rank_zero(args.workers, "nccl" if is_cuda else "fake"):
         torch.use_deterministic_algorithms(True)
         wrong = [

@@ -143,9 +143,7 @@ def _plan(profile: Profile, link: LinkModel, cell: Cell, assumptions: Assumption
 
 def _bsp_plan(profile: Profile, fused: bool) -> Plan:
     """Everything after backward. Unfused, the block that is ready last goes first, and the others queue behind it."""
-    ends = [0]
-    for tensor in profile.tensors:
-        ends.append(ends[-1] + tensor.bytes)
+    ends = [0, *itertools.accumulate(tensor.bytes for tensor in profile.tensors)]
     spans = [(0, ends[-1])] if fused else list(itertools.pairwise(ends))
     return Plan(blocks=[Block(ranges=[span]) for span in spans], policy="bsp", mode="hook")
 
