@@ -10,9 +10,8 @@ except ImportError as error:
 # Writes files only: servers have no display.
 _matplotlib.use("Agg")
 
-from gradcast.plots.adapt import draw_adapt
 from gradcast.plots.bench import draw_bench
-from gradcast.plots.lab import draw_lab
+from gradcast.plots.lab import draw_adapt, draw_lab
 from gradcast.plots.lanes import draw_comparison, draw_plan
 from gradcast.plots.scaling import draw_scaling
 from gradcast.plots.sweep import draw_sweep
