@@ -152,7 +152,7 @@ class Alarms:
         """What is not predicted is learned anew from the next steps. Ends all alarms. ``step``: the last one."""
         for cause in list(self._active):
             self._end(cause, step)
-        self._skipped, self._first = 0, []
+        self._first: list[Observation] = []
         self._factors: dict[str, float] = {}
         self._expected_ms = 0.0  # the last step
         self._sums: dict[str, list[_Sum]] = {WORKERS: [_Sum(_ALLOWED[WORKERS])]} if self._exact else {}
@@ -173,7 +173,7 @@ class Alarms:
         if max((each.value for cause in (COMPUTE, DATA, LINK) for each in self._sums.get(cause, ())), default=0) < 1:
             self._add_predicted(WORKERS, observed, observed.step_ms, observed.expected_ms)
         for cause in list(self._active):
-            if not any(each.value for each in self._sums[cause]):
+            if not self.is_suspect(cause):
                 self._end(cause, observed.step)
         return self._raised(observed, [cause for cause in self._sums if self._worst(cause).value > _LIMIT])
 
@@ -263,19 +263,17 @@ class Alarms:
         self._over = [*self._over, over][-_KEPT:]
 
     def _learn_from(self, observed: Observation) -> None:
-        self._skipped += 1
-        if self._skipped <= _SETTLING_STEPS:
-            return
         self._first.append(observed)
-        if len(self._first) < _LEARNING_STEPS:
+        first = self._first[_SETTLING_STEPS:]
+        if len(first) < _LEARNING_STEPS:
             return
         for cause in (COMPUTE, DATA):
-            ranks = zip(*(getattr(each, f"{cause}_ms") for each in self._first), strict=False)
+            ranks = zip(*(getattr(each, f"{cause}_ms") for each in first), strict=False)
             if sums := [_learned(cause, values) for values in ranks]:
                 self._sums[cause] = sums
         predicted = {
-            LINK: [(each.link_ms, each.expected_link_ms) for each in self._first],
-            WORKERS: [(each.step_ms, each.expected_ms) for each in self._first],
+            LINK: [(each.link_ms, each.expected_link_ms) for each in first],
+            WORKERS: [(each.step_ms, each.expected_ms) for each in first],
         }
         for cause, pairs in predicted.items():
             if any(value is None for value, _ in pairs):

@@ -8,6 +8,7 @@ from gradcast.comparison import ddp_baseline
 from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 from gradcast.files import tensor_fields, with_fields
+from gradcast.intervals import united
 
 # Candidate caps of all buckets if DDP's first bucket is late; smaller ones than torch's default.
 _CAPS_MIB = (1, 2, 4, 8, 16, 25)
@@ -121,24 +122,15 @@ def _filled(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int,
 def laid_out_ms(
     profile: _core.Profile, laid_out: Sequence[Sequence[int]], link: _core.LinkModel | None = None
 ) -> float:
+    places, ends = [], {}  # in the tensors' buffers
+    for tensor in profile.tensors:
+        start = ends.get(tensor.buffer, 0)
+        ends[tensor.buffer] = start + tensor.bytes
+        places.append((start, ends[tensor.buffer]))
     blocks = [
-        _core.Block(ranges=_ranges(profile, bucket), buffer=profile.tensors[bucket[0]].buffer) for bucket in laid_out
+        _core.Block(ranges=united(places[index] for index in bucket), buffer=profile.tensors[bucket[0]].buffer)
+        for bucket in laid_out
     ]
     plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=ddp_baseline.IN_FLIGHT)
     plan.check(profile)
     return _core.play(profile, link or profile.link, plan).iteration_ns / _MS
-
-
-def _ranges(profile: _core.Profile, bucket: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the byte ranges of a bucket, ascending and not adjacent."""
-    starts, ends = [], {}
-    for tensor in profile.tensors:
-        starts.append(ends.get(tensor.buffer, 0))
-        ends[tensor.buffer] = starts[-1] + tensor.bytes
-    found: list[tuple[int, int]] = []
-    for index in sorted(bucket):
-        low, high = starts[index], starts[index] + profile.tensors[index].bytes
-        if found and found[-1][1] == low:
-            low = found.pop()[0]
-        found.append((low, high))
-    return found

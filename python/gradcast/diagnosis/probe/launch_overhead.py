@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gradcast.diagnosis.probe.prober import STAGE_MARK, WARMUP_STEPS_PER_TURN, Prober
+from gradcast.intervals import united
 
 _LAST_STAGE = "update"
 # RecordScope of c10: FUNCTION and BACKWARD_FUNCTION.
@@ -97,13 +98,11 @@ def _from_events(events: Sequence[Any], usual_ms: Mapping[str, float], *, on_gpu
 
 def busy_intervals(operations: Sequence[Interval]) -> list[Interval]:
     """Merges operations that overlap. Operations nest, and run beside each other on several threads. Pure."""
-    found: list[Interval] = []
-    for each in sorted(operations):
-        if found and each.begin_ns <= found[-1].end_ns:
-            last = found.pop()
-            each = Interval(last.begin_ns, max(last.end_ns, each.end_ns), last.inside + 1)
-        found.append(each)
-    return found
+    begins_ns = sorted(each.begin_ns for each in operations)
+    return [
+        Interval(begin_ns, end_ns, bisect.bisect(begins_ns, end_ns) - bisect.bisect_left(begins_ns, begin_ns) - 1)
+        for begin_ns, end_ns in united((each.begin_ns, each.end_ns) for each in operations)
+    ]
 
 
 def by_stage(
