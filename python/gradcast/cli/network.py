@@ -76,13 +76,10 @@ def _checked(seconds: float, quiet: bool) -> dict[str, Any] | None:
         raise Error(f"the workers cannot connect to each other: {first_line(error)}", "communication") from None
     try:
         group = make_group(None, torch.device("cpu"), None)
-        return check(group, seconds=seconds, progress=None if quiet else _print_progress)
+        progress = None if quiet else lambda line: print(f"gradcast: {line}", file=sys.stderr)
+        return check(group, seconds=seconds, progress=progress)
     finally:
         dist.destroy_process_group()
-
-
-def _print_progress(line: str) -> None:
-    print(f"gradcast: {line}", file=sys.stderr)
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -59,8 +59,11 @@ def run(args: argparse.Namespace) -> None:
     results = train(settings, timeout_s=args.timeout, output=sys.stderr)
     found = phases(results, settings)
     if args.json:
+        fields = dataclasses.asdict(settings)
+        bandwidths = [bits / 1e9 for bits in fields.pop("rates_bits_per_s")]
+        fields |= {"bandwidths_gbit_per_s": bandwidths, "stand_in": True}
         phases_json = [dataclasses.asdict(phase) for phase in found]
-        common.print_json({"settings": _settings_json(settings), **results, "phases": phases_json})
+        common.print_json({"settings": fields, **results, "phases": phases_json})
     else:
         print(f"\n{_table(found, settings)}")
     if args.plot:
@@ -69,12 +72,6 @@ def run(args: argparse.Namespace) -> None:
         changed = range(settings.changes_at, settings.returns_at)
         draw_adapt(args.plot, results["steps"], changed, description=settings.description, title=title)
         print(f"The picture is in {args.plot}.", file=sys.stderr)
-
-
-def _settings_json(settings: AdaptSettings) -> dict[str, Any]:
-    fields = dataclasses.asdict(settings)
-    bandwidths = [bits / 1e9 for bits in fields.pop("rates_bits_per_s")]
-    return {**fields, "bandwidths_gbit_per_s": bandwidths, "stand_in": True}
 
 
 def _table(found: list[Phase], settings: AdaptSettings) -> str:

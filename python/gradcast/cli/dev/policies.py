@@ -51,14 +51,6 @@ def _value(parameter: _core.PolicyParameter) -> str:
 
 
 def _as_json(info: _core.PolicyInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "summary": info.summary,
-        "source": info.source,
-        "overlap_only": info.overlap_only,
-        "needs_scatter_gather": info.needs_scatter_gather,
-        "parameters": [
-            {"name": parameter.name, "default": parameter.default_value, "meaning": parameter.meaning}
-            for parameter in info.parameters
-        ],
-    }
+    names = ("name", "summary", "source", "overlap_only", "needs_scatter_gather")
+    parameters = [{"name": p.name, "default": p.default_value, "meaning": p.meaning} for p in info.parameters]
+    return {name: getattr(info, name) for name in names} | {"parameters": parameters}

@@ -33,10 +33,5 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _as_json(network: _core.NamedNetwork) -> dict[str, Any]:
-    return {
-        "name": network.name,
-        "summary": network.summary,
-        "source": network.source,
-        "world_size": network.world_size,
-        "link": json.loads(network.link.to_json()),
-    }
+    fields = {name: getattr(network, name) for name in ("name", "summary", "source", "world_size")}
+    return fields | {"link": json.loads(network.link.to_json())}
