@@ -74,7 +74,7 @@ class Measurement:
     def _prepared(self, each: Variant) -> Trainer:
         trainer = Trainer(each, self._task, in_flight=self._settings.in_flight)
         last_ms = trainer.turn(self._prepared_steps)[-1]
-        _tell(f"prepared {each.name}: {self._prepared_steps} steps, the last of {last_ms:.0f} ms")
+        tell(f"prepared {each.name}: {self._prepared_steps} steps, the last of {last_ms:.0f} ms")
         return trainer
 
     def _measured(self, by_gradcast: list[Trainer]) -> _core.Profile:
@@ -89,7 +89,7 @@ class Measurement:
 
     def _round(self, trainers: list[Trainer], number: int) -> dict[str, Any]:
         """Trains each variant on the same batches. The first step does not count: it finds another's caches."""
-        _tell(f"round {number + 1} of {self._settings.rounds}, ms per step:", end="")
+        tell(f"round {number + 1} of {self._settings.rounds}, ms per step:", end="")
         steps_ms, busy, sent = {}, {}, {}
         for trainer in trainers:
             name = trainer.variant.name
@@ -104,8 +104,8 @@ class Measurement:
             self._keep_steps(trainer)
             trainer.finish()
             sent[name] = self._sent_per_step(before)
-            _tell(f"  {name} {statistics.median(steps_ms[name]):.0f}", end="")
-        _tell("")
+            tell(f"  {name} {statistics.median(steps_ms[name]):.0f}", end="")
+        tell("")
         return {"steps_ms": steps_ms, "cores_busy": busy, "sent_bytes": sent}
 
     def _sent_per_step(self, before: int) -> list[float]:
@@ -186,6 +186,6 @@ def _parameter_bytes(module: torch.nn.Module) -> dict[str, int]:
     return {name: parameter.numel() * parameter.element_size() for name, parameter in module.named_parameters()}
 
 
-def _tell(text: str, end: str = "\n") -> None:
+def tell(text: str, end: str = "\n") -> None:
     if dist.get_rank() == 0:
         print(text, end=end, flush=True)
