@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -144,6 +145,27 @@ def test_where_the_script_uses_the_profiler_nothing_is_told_and_the_steps_are_ma
 
 
 @pytest.mark.slow
+def recorded_names(rank):
+    """The names of what is recorded where the backend's thread wakes this one and goes on later."""
+
+    class Communicates:
+        def turn(self, model):
+            if rank.index == 1:
+                time.sleep(0.05)  # so that rank 0 has said what runs at the end before the end
+            future = torch.distributed.all_reduce(torch.ones(8), async_op=True).get_future()
+            future.then(lambda _: time.sleep(0.02))
+            future.wait()
+
+    with mock.patch.object(launch_overhead, "_from_events", lambda events, *_, **__: [each.name for each in events]):
+        return launch_overhead.computing_ms(Communicates(), None, torch.device("cpu"), {})
+
+
+def test_recording_stops_when_the_backend_has_ended_its_records(ranks):
+    # Otherwise the record is missing, and the backend's thread writes it into memory that is free.
+    for names in ranks.run(2, recorded_names):
+        assert "gloo:all_reduce" in names
+
+
 def test_before_a_schedule_of_the_script_begins_the_steps_are_made_as_well():
     scripts = profiler(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))
     scripts.start()

@@ -9,6 +9,7 @@ DDP.
 import bisect
 import contextlib
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,10 @@ from gradcast.diagnosis.probe.prober import STAGE_MARK, WARMUP_STEPS_PER_TURN, P
 from gradcast.intervals import united
 
 _LAST_STAGE = "update"
+# WORKAROUND(torch 2.11, Gloo): a thread of Gloo's wakes whoever waits for a future, and only then ends the record of
+# the operation. Stopping the profiler frees the record's memory, so if the system has set that thread aside in between,
+# it crashes. This is how long it may take.
+_ENDS_RECORDS_WITHIN_S = 0.1
 # RecordScope of c10: FUNCTION and BACKWARD_FUNCTION.
 _OPERATION_SCOPES = (0, 1)
 # Not compute: communication; the engine's work around a node; where it stores a gradient and calls DDP; and what
@@ -63,6 +68,7 @@ def computing_ms(
         in_use = torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
         failure = "the script uses it" if in_use else _failure_of(recorder.start)
         prober.turn(model)
+        time.sleep(_ENDS_RECORDS_WITHIN_S)
         # Stopping fails if another thread, or a schedule that has not begun, uses the profiler; there is no
         # way to know before.
         failure = failure or _failure_of(recorder.stop)
