@@ -53,7 +53,7 @@ def test_what_is_read_unseen_is_named_if_only_that_prevents_a_gain(names, reason
 def test_the_baseline_is_not_expected_to_have_traffic_beside_its_forward_pass(mode, baseline_ms):
     given = profile_of(200, 100, 10)
     plan = _core.make_plan(given, given.link, mode=mode)
-    agreed = agreement.AgreedPlan(given, plan, (0, 1), hold_iterations=7)
+    agreed = agreement.AgreedPlan(given, plan, hold_iterations=7)
     proposer = proposals.Proposer(mock.Mock(), mode, 3, gradcast.Options())
     proposer.variation = StepVariation(link=(0.9, 1.1))
     steps = calibration.CalibrationSteps(blocks=[], compute=compute_steps([(240, 200, 20)] * 3))
@@ -113,7 +113,7 @@ def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
     assert expected.baseline == typical_step(profile, baseline, found)
     assert expected.gain == expected.baseline.step_ns / once.step_ns
     assert expected.limit == expected.baseline.step_ns / once.bound_ns
-    agreed = agreement.AgreedPlan(profile, plan, (0, 1), baseline, expected)
+    agreed = agreement.AgreedPlan(profile, plan, baseline, expected)
     assert (agreed.typical_step, agreed.in_force) == (expected.plan, plan)
     aside = dataclasses.replace(agreed, runs_as_baseline=True)
     assert (aside.typical_step, aside.in_force) == (expected.baseline, baseline)
@@ -126,7 +126,7 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     beside = replace_compute(alone, Compute(400e6, 200e6, 20e6))
     plan, baseline = _core.make_plan(beside, beside.link), proposals.baseline_plan(alone)
     agreed = agreement.AgreedPlan(
-        beside, plan, (0, 1), baseline, expect(beside, plan, alone, baseline, StepVariation()), runs_as_baseline=True
+        beside, plan, baseline, expect(beside, plan, alone, baseline, StepVariation()), runs_as_baseline=True
     )
     on_host, on_device = (mock.Mock(_sees_compute=sees_compute) for sees_compute in (True, False))
     with mock.patch.object(_core, "Monitor") as monitor:
@@ -163,7 +163,7 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
         expect(profile, plan, profile, baseline, StepVariation(compute=(ComputeFactors(each, each, each),)))
         for each in (1.0, 1.0, 1.2)
     ]
-    agreed = agreement.AgreedPlan(profile, plan, (0, 1), baseline, expected[0])
+    agreed = agreement.AgreedPlan(profile, plan, baseline, expected[0])
     live, same = mock.Mock(agreed=agreed, profile=profile), _core.Plan.from_json(plan.to_json())
     keep_if_confirmed = controller.PlanController.keep_if_confirmed
     assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[1]))

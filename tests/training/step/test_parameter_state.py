@@ -25,7 +25,7 @@ OWNER = Owner()
 
 @pytest.fixture
 def state():
-    state = ParameterState(0, "weight", torch.nn.Parameter(torch.ones(2)), 0)
+    state = ParameterState(0, "weight", torch.nn.Parameter(torch.ones(2)))
     state.visible_grad = state.update_grad = torch.ones(2)
     yield state
     parameter_state.release([state])
@@ -106,7 +106,7 @@ def test_a_failed_update_stays_due(state):
 
 def test_states_are_found_by_their_tensors():
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(5)]
-    states = ParameterStates(ParameterState(i, f"p{i}", p, None) for i, p in enumerate(parameters))
+    states = ParameterStates(ParameterState(i, f"p{i}", p) for i, p in enumerate(parameters))
     first, second = torch.ones(2), torch.ones(2)
     states.set_visible_grad(states[3], first)
     assert [states.of(tensor) for tensor in (parameters[3], first, second)] == [states[3], states[3], None]

@@ -24,7 +24,7 @@ from gradcast.training.local.pacing import Pacing
 from gradcast.training.options import Options
 from gradcast.training.plan.measured_profile import layout_profile
 from gradcast.training.ranks.group import Group
-from gradcast.training.step.gradient_exchange import ActivePlan, GradientExchange
+from gradcast.training.step.gradient_exchange import GradientExchange
 
 
 class Travel:
@@ -34,8 +34,8 @@ class Travel:
     def __init__(self, fragments: Fragments, group: Group, options: Options) -> None:
         self._fragments, self._buffers = fragments, fragments.buffers
         self.exchange = GradientExchange(self._buffers, group, options)
-        self._order = tuple(range(len(self._buffers.names)))
-        self._profile = layout_profile(self._buffers, self._order, world_size=group.world_size, name="local steps")
+        order = range(len(self._buffers.names))
+        self._profile = layout_profile(self._buffers, order, world_size=group.world_size, name="local steps")
         self.left: collections.deque[int] = collections.deque()
         self._first = -1
         self._follow(0)
@@ -49,7 +49,7 @@ class Travel:
         rotated = [(first + position) % count for position in range(count)]
         blocks = [block for fragment in rotated for block in self._blocks(fragment)]
         self._first, self.plan = first, _core.Plan(blocks=blocks, policy="local steps", mode="overlap")
-        self.exchange.follow(ActivePlan(self._profile, self.plan, self._order))
+        self.exchange.follow(self._profile, self.plan)
 
     def _blocks(self, fragment: int) -> list[_core.Block]:
         """One for each buffer, in which the fragment's tensors follow one another."""

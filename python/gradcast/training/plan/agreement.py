@@ -5,7 +5,7 @@ Ranks that follow different plans average the wrong bytes without an error.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradcast import _core
@@ -17,7 +17,6 @@ from gradcast.training.measure.unseen_reads import UnseenRead
 from gradcast.training.plan.expectation import Expectation, TypicalStep
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientSizes
-from gradcast.training.step.gradient_exchange import ActivePlan
 
 STATE_VERSION = 1  # of handle.state_dict()
 
@@ -26,15 +25,14 @@ STATE_VERSION = 1  # of handle.state_dict()
 class AgreedPlan:
     """What all ranks follow; before ``agree``, what rank 0 proposes.
 
-    ``profile`` has the tensors in the order of the buffers; tensor k is the gradient of parameter ``order[k]``.
-    ``baseline``: the DDP baseline that the plan is compared with. ``runs_as_baseline``: the ranks follow that, because
-    the plan gains too little. ``hold_iterations``: for how many iterations no change makes the ranks measure again.
-    ``call_ns``: see StepVariation. ``further_calls``: how many of these a step makes with the plan, on average.
+    ``profile`` has the tensors in the order of the buffers. ``baseline``: the DDP baseline that the plan is compared
+    with. ``runs_as_baseline``: the ranks follow that, because the plan gains too little. ``hold_iterations``: for how
+    many iterations no change makes the ranks measure again. ``call_ns``: see StepVariation. ``further_calls``: how many
+    of these a step makes with the plan, on average.
     """
 
     profile: _core.Profile
     plan: _core.Plan
-    order: tuple[int, ...] = ()
     baseline: _core.Plan | None = None
     expectation: Expectation | None = None
     runs_as_baseline: bool = False
@@ -45,10 +43,6 @@ class AgreedPlan:
     @property
     def in_force(self) -> _core.Plan:
         return self.baseline if self.runs_as_baseline else self.plan
-
-    def active(self, *, on_baseline: bool) -> ActivePlan:
-        """What an iteration follows: the plan, or the baseline."""
-        return ActivePlan(self.profile, self.baseline if on_baseline else self.plan, self.order)
 
     @property
     def further_calls_ns(self) -> float:
@@ -62,7 +56,7 @@ class AgreedPlan:
         return self.expectation.baseline if self.runs_as_baseline else self.expectation.plan
 
 
-def agree(group: Group, names: Sequence[str], propose: Callable[[], AgreedPlan]) -> AgreedPlan:
+def agree(group: Group, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
     """Takes what rank 0 proposes if it is valid on every rank. Collective.
 
     Raises the same error on every rank if ``propose`` raises one on rank 0, or if the proposal is not valid on some
@@ -85,11 +79,8 @@ def agree(group: Group, names: Sequence[str], propose: Callable[[], AgreedPlan])
                 "start the training again with the same version of gradcast and the same model on all ranks",
                 "invalid_plan",
             )
-    index_of = {name: index for index, name in enumerate(names)}
-    order = tuple(index_of[tensor.name] for tensor in proposal.profile.tensors)
     expectation = proposal.expectation
-    runs_as_baseline = expectation is not None and not expectation.is_worth_trying
-    return dataclasses.replace(proposal, order=order, runs_as_baseline=runs_as_baseline)
+    return dataclasses.replace(proposal, runs_as_baseline=expectation is not None and not expectation.is_worth_trying)
 
 
 def checkpoint_state(

@@ -156,7 +156,7 @@ class PlanController:
 
     def measure_again(self, change: _core.Change) -> PlanPhase:
         self.alarms.change_found(change)
-        phase = self._begin_warmup(self.agreed.order, PlanChange(change, self.agreed))
+        phase = self._begin_warmup(self.exchange.order, PlanChange(change, self.agreed))
         phase.warmup.stopwatch.backward_started()
         return phase
 
@@ -252,7 +252,7 @@ class PlanController:
         self.activate(on_baseline=agreed.runs_as_baseline)
 
     def activate(self, *, on_baseline: bool) -> None:
-        self.exchange.follow(self.agreed.active(on_baseline=on_baseline))
+        self.exchange.follow(self.agreed.profile, self.agreed.baseline if on_baseline else self.agreed.plan)
 
     def describe(self) -> None:
         """Logs what the plan in force promises."""
@@ -306,7 +306,7 @@ class PlanController:
 
     def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
         with self.exchange.watch.waiting(_AGREEMENT):
-            return agreement.agree(self.group, self._buffers.names, propose)
+            return agreement.agree(self.group, propose)
 
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())

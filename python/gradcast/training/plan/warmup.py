@@ -54,8 +54,7 @@ class Warmup:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._steps = 0
         self._blocks: list[list[network_cost.Sample]] = []
-        self._order = tuple(order)
-        self._profile = measured_profile.layout_profile(sizes, self._order, world_size=group.world_size, name="warm-up")
+        self._profile = measured_profile.layout_profile(sizes, order, world_size=group.world_size, name="warm-up")
         plans = warmup_plans(self._profile, mode)
         self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
         # Known on rank 0 once there is a profile.
@@ -128,7 +127,7 @@ class Warmup:
         self._steps += 1
         if self._steps == self._options.warmup_steps:
             return None
-        return AgreedPlan(self._profile, self._plans[self._steps], self._order)
+        return AgreedPlan(self._profile, self._plans[self._steps])
 
     def profile(self, flats: Sequence[torch.Tensor]) -> _core.Profile:
         """The profile of all ranks' measurements, the same on every rank. Collective.

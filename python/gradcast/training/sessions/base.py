@@ -52,10 +52,8 @@ class SessionBase(TrainingSession):
         self.mode = "overlap" if optimizers else "hook"
         self._lock = threading.RLock()
         self._told: set[str] = set()
-        index_of = {id(p): n for n, opt in enumerate(optimizers) for g in opt.param_groups for p in g["params"]}
         self._states = ParameterStates(
-            ParameterState(index, name, parameter, index_of.get(id(parameter)))
-            for index, (name, parameter) in enumerate(parameters.items())
+            ParameterState(index, name, parameter) for index, (name, parameter) in enumerate(parameters.items())
         )
         names, values = list(parameters), list(parameters.values())
         if options.max_grad_norm is not None:  # the norms travel as one more gradient

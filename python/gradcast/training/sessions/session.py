@@ -234,9 +234,9 @@ class Session(SessionBase):
             self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
             self._consistency.check(self.controller.step_reports.failed_iteration)
             self._weights.begin_step(len(self._states))
-            active = self.exchange.active
             self._iteration = self.exchange.begin()
-            self.trace.begin(StepRecord(self.steps, self._iteration, active.plan, active.profile, start_ns))
+            plan, profile = self.exchange.plan, self.exchange.profile
+            self.trace.begin(StepRecord(self.steps, self._iteration, plan, profile, start_ns))
             self._forward_start_ns, self._forward_end_ns = {}, 0
 
     @property

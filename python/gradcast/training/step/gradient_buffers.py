@@ -199,10 +199,6 @@ class GradientBuffers(GradientSizes):
             sums |= zip(members, flat[offsets].tolist(), strict=True)
         return [_usage(sums[index]) for index in indices]
 
-    def is_in_place(self, index: int) -> bool:
-        """Whether the view still lies in the buffer."""
-        return self.are_in_place([index])
-
     def are_in_place(self, indices: Sequence[int] | None) -> bool:
         """Whether these views (None: all) still lie in the buffers."""
         if indices is None:
@@ -291,7 +287,8 @@ class GradientBuffers(GradientSizes):
     def _kept(self) -> list[int]:
         """Parameters whose view the program keeps, whether it is the ``.grad`` or not."""
         # A conversion of the module gives views other memory; who holds the old one is not known.
-        found = [] if self.are_in_place(None) else [i for i in range(len(self.views)) if not self.is_in_place(i)]
+        all_indices = () if self.are_in_place(None) else range(len(self.views))
+        found = [index for index in all_indices if not self.are_in_place([index])]
         with torch._C.DisableTorchFunctionSubclass():  # views may be pending
             for are_gradients in (False, True):
                 indices = [i for i, (view, p) in enumerate(self._pairs()) if (p.grad is view) == are_gradients]

@@ -7,9 +7,8 @@ Thread safety: ``ready`` from any thread; everything else from the training thre
 """
 
 import contextlib
-import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,19 +26,10 @@ from gradcast.training.step.gradient_buffers import GradientBuffers
 _WAIT_SLICE_NS = 100_000_000
 
 
-@dataclasses.dataclass(frozen=True)
-class ActivePlan:
-    """``profile`` lists the tensors in the order of the buffers. Tensor k is the gradient of parameter ``order[k]``."""
-
-    profile: _core.Profile
-    plan: _core.Plan
-    order: tuple[int, ...]
-
-
 class GradientExchange:
-    """``buffers``: what travels. ``active``: the plan in force. ``tensor_of``: by parameter, the index of its tensor in
-    that plan's profile. ``places``: by parameter, that index, its buffer, and the bytes there that are written with its
-    gradient. ``around_lay_out``: put around each change of the buffers' layout."""
+    """``buffers``: what travels. ``profile``, ``plan``: in force. ``order``: of the buffers: tensor k of the profile is
+    the gradient of parameter ``order[k]``. ``places``: by parameter, the index of its tensor, its buffer, and the bytes
+    there that are written with its gradient. ``around_lay_out``: put around each change of the buffers' layout."""
 
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
         self.buffers = buffers
@@ -51,22 +41,26 @@ class GradientExchange:
         self._set_groups()
         self._engine = _core.Engine(self._transport, timeline_iterations=options.timeline_steps)
         self.watch = StallWatchdog(group, options, self._engine)
-        self.tensor_of: list[int] = []
+        self.order: tuple[int, ...] = ()
         self.places: list[tuple[int, int, int, int]] = []
-        self.active: ActivePlan | None = None
+        self.profile: _core.Profile | None = None
+        self.plan: _core.Plan | None = None
         self.around_lay_out: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self._arrivals_seen = 0
         self._has_begun = False
         self._deadline_s: float | None = None
 
-    def follow(self, active: ActivePlan) -> None:
-        """Follows the plan from the next iteration on. Moves the gradients if its layout differs. REQUIRES: as
-        ``wait_until_idle``."""
+    def follow(self, profile: _core.Profile, plan: _core.Plan) -> None:
+        """Follows the plan from the next iteration on. ``profile``: lists the tensors in the order of the buffers; the
+        gradients move if that is another one. REQUIRES: as ``wait_until_idle``."""
         self.wait_until_idle()
-        if self.active is None or self.active.order != active.order:
-            self.lay_out(active.order)
-        self.active = active
-        self._engine.follow(active.profile, active.plan)
+        if profile is not self.profile:
+            index_of = {name: index for index, name in enumerate(self.buffers.names)}
+            order = tuple(index_of[tensor.name] for tensor in profile.tensors)
+            if order != self.order:
+                self.lay_out(order)
+        self.profile, self.plan = profile, plan
+        self._engine.follow(profile, plan)
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Lays the gradients out anew, in new memory if the program keeps old ones. REQUIRES: as
@@ -81,14 +75,10 @@ class GradientExchange:
             if new is not old:
                 self._transport.replace_buffer(buffer, new)
         self._set_groups()
-        self.tensor_of = [0] * len(order)
-        for tensor, index in enumerate(order):
-            self.tensor_of[index] = tensor
-        where = [self.buffers.layout[tensor] for tensor in self.tensor_of]
-        self.places = [
-            (tensor, each.buffer, each.lo_bytes, each.end_bytes)
-            for tensor, each in zip(self.tensor_of, where, strict=True)
-        ]
+        self.order = tuple(order)
+        places = enumerate(self.buffers.layout)
+        by_parameter = {self.order[k]: (k, each.buffer, each.lo_bytes, each.end_bytes) for k, each in places}
+        self.places = [by_parameter[index] for index in range(len(order))]
 
     def hooks(self, norm_type: float | None, on_gradient: Callable[[int], None], on_view: Callable[[int], None]) -> Any:
         """Hooks that hand gradients over as ``ready`` does, but without Python (accumulation_hooks.h)."""
@@ -139,10 +129,9 @@ class GradientExchange:
 
     def ready(self, index: int) -> None:
         """The gradient of this parameter is in its view."""
-        tensor = self.tensor_of[index]
+        tensor, *where = self.places[index]
         if self._on_device:
-            where = self.buffers.layout[tensor]
-            self._transport.on_written(where.buffer, where.lo_bytes, where.end_bytes)
+            self._transport.on_written(*where)
         try:
             self._engine.on_ready(tensor)
         except Error as error:
@@ -153,15 +142,14 @@ class GradientExchange:
 
         Returns them; on a device with those that share a block with them. Raises what has failed on the network.
         """
-        tensors = [self.tensor_of[index] for index in indices]
+        tensors = [self.places[index][0] for index in indices]
         self._wait(lambda: self._engine.wait(tensors, _WAIT_SLICE_NS, queued=self._on_device))
         if not self._on_device:
             return indices
-        usable = {*tensors, *self._engine.queued_no_later_than(tensors)}
-        for tensor in usable:
-            where = self.buffers.layout[tensor]
-            self._transport.order_behind(where.buffer, where.lo_bytes, where.end_bytes)
-        return self._parameters_of(usable)
+        usable = self._parameters_of({*tensors, *self._engine.queued_no_later_than(tensors)})
+        for index in usable:
+            self._transport.order_behind(*self.places[index][1:])
+        return usable
 
     def wait_all(self) -> None:
         """``wait`` for all gradients of the iteration."""
@@ -205,9 +193,8 @@ class GradientExchange:
         self.watch.close()
         self._engine.shutdown()
 
-    def _parameters_of(self, tensors: Collection[int]) -> list[int]:
-        order = self.active.order
-        return [order[tensor] for tensor in tensors]
+    def _parameters_of(self, tensors: Iterable[int]) -> list[int]:
+        return [self.order[tensor] for tensor in tensors]
 
     @contextlib.contextmanager
     def waiting_at_most(self, limit_s: float | None) -> Iterator[None]:

@@ -332,10 +332,10 @@ class GradientHooks:
         states = [self.states[index] for index in self._hooks.with_gradient() if index not in self._buffers.apart]
         # Reading .grad shows whether the ranks have agreed that there is none.
         found = [state for state in states if state is not first and state.parameter.grad is not None]
-        views, is_in_place = self._buffers.views, self._buffers.is_in_place
+        views = self._buffers.views
         # A conversion of the module (.double(), .to()) gives .grad other memory. As with DDP it stays the same tensor.
-        moved = [each for each in found if each.parameter.grad is views[each.index] and not is_in_place(each.index)]
-        self._buffers.keep_apart(each.index for each in moved)
+        in_views = [state.index for state in found if state.parameter.grad is views[state.index]]
+        self._buffers.keep_apart(index for index in in_views if not self._buffers.are_in_place([index]))
         found = [state for state in found if state.parameter.grad is not views[state.index]]
         kept = extension.load().held_elsewhere([state.parameter.grad for state in found], 0, True) if found else []
         self._buffers.keep_apart(found[position].index for position in kept)
@@ -352,7 +352,7 @@ class GradientHooks:
         gradient, scale = state.parameter.grad, self.weights.scale
         view = self._buffers.views[state.index]
         pending.clear([view])
-        if not self._buffers.is_in_place(state.index):
+        if not self._buffers.are_in_place([state.index]):
             self._buffers.renew(state.index)
             view = self._buffers.views[state.index]
         if gradient is not view and (gradient.is_sparse or gradient.requires_grad):

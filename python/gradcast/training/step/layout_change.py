@@ -26,7 +26,7 @@ def change_layout(
         known = [native.fields(states, name) for name in ("visible_grad", "update_grad")]
         if buffers.is_kept(known):
             del known  # these are references, too
-            exchange.lay_out(exchange.active.order)
+            exchange.lay_out(exchange.order)
     if tells and len(buffers.apart) > apart_count:
         kept = [states[index] for index in sorted(buffers.apart)]
         _log.info(

@@ -43,7 +43,8 @@ class OptimizerSteps:
     ) -> None:
         self._optimizers = list(optimizers)
         self._states = states = gradients.states
-        self._states_of = [[s for s in states if s.optimizer_index == number] for number in range(len(optimizers))]
+        ids = [{id(each) for group in optimizer.param_groups for each in group["params"]} for optimizer in optimizers]
+        self._states_of = [[state for state in states if id(state.parameter) in held] for held in ids]
         self._ids_of = [{id(state.parameter) for state in own} for own in self._states_of]
         self._exchange, self.gradients, self._trace, self.waits = gradients.exchange, gradients, trace, waits
         self._places: dict[int, partial_step.Places] = {}  # by optimizer
@@ -163,7 +164,7 @@ class OptimizerSteps:
         for each in self._clippings:
             each.on_step()
         if self._clipping is not None:
-            self._clipping.may_certify = self._exchange.active.plan.mode == "overlap"
+            self._clipping.may_certify = self._exchange.plan.mode == "overlap"
         optimizer = self._optimizers[number]
         if self._clippings and getattr(optimizer, "grad_scale", None) is not None:
             raise refused(

@@ -60,7 +60,6 @@ class ParameterState:
     index: int
     name: str
     parameter: nn.Parameter
-    optimizer_index: int | None  # None in hook mode
     phase: Phase = Phase.IDLE
     # The tensor that backward has put into .grad: the view of the buffer, or a tensor apart from the buffer.
     visible_grad: torch.Tensor | None = None

@@ -61,7 +61,7 @@ class RankConsistency:
             raise
 
     def _compare_sums(self, iteration: int) -> None:
-        plan, profile = self._exchange.active.plan, self._exchange.active.profile
+        plan, profile = self._exchange.plan, self._exchange.profile
         what = "comparing what the ranks have received"
         with self._exchange.watch.waiting(what):
             everyone = self._group.computed_by_each(lambda: [self._checksum(block) for block in plan.blocks], what)
