@@ -4,6 +4,7 @@ With torchft's own groups, tests/frameworks/test_torchft.py.
 """
 
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 
@@ -69,6 +70,14 @@ def read_gradient(model, handle):
 def second_backward(model, handle):
     with pytest.raises(RuntimeError, match="in backward"):
         model.output.sum().backward()
+
+
+def test_statistics_are_known_before_the_first_quorum():
+    model = Model()
+    sessions = QuorumSessions(mock.Mock(), accept(model, [], None), gradcast.Options(), Plans())
+    handle = Handle(model, sessions, sessions._accepted.called, [])
+    assert handle.stats()["hosts"] == {"count": 1, "ranks_per_host": 1}
+    handle.detach()
 
 
 @pytest.mark.parametrize("notice", [flush, collective, read_gradient, second_backward])

@@ -25,10 +25,10 @@ from gradcast.training.ranks.group import backend_of, make_group, on_device, req
 from gradcast.training.sessions.disabled import DisabledSession, is_disabled, weights_refused
 from gradcast.training.sessions.kinds import Attached, Setup
 from gradcast.training.sessions.single_worker import SingleWorkerSession
+from gradcast.training.step.parameter_state import shown
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 _log = logging.getLogger("gradcast")
-_NAMED = 3  # the most gradients that a sentence names
 
 
 def attach(
@@ -160,8 +160,7 @@ def _tell_exchange(
         _log.info("lossy: %s on the wire%s", wire, feedback)
         exact = [f"{name} ({each.dtype})" for name, each in parameters.items() if each.dtype != torch.float32]
         if exact:
-            more = f" and {len(exact) - _NAMED} more" if len(exact) > _NAMED else ""
-            _log.info("not in %s, but as they are: the gradients of %s%s", wire, ", ".join(exact[:_NAMED]), more)
+            _log.info("not in %s, but as they are: the gradients of %s", wire, shown(exact))
     if (sentence := saves_nothing(found, wire, on_device=on_device)) is not None:
         _log.warning("%s; leave options.wire out", sentence)
 

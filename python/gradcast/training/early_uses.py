@@ -13,7 +13,7 @@ from gradcast.training.measure.early_waits import Cause, counted, line_here
 from gradcast.training.step import pending
 
 
-class EarlyUses:
+class EarlyUses(pending.Owner):
     """Watches gradients between backward and ``step()``, and parameters between ``step()`` and forward.
 
     ``lines``: by line, what it does, what to do instead, and the indices of the parameters that it uses.
@@ -43,20 +43,12 @@ class EarlyUses:
             pending.clear(self._watched)
             self._index_of, self._watched = {}, []
 
-    # --- Owner of pending tensors ---
-
     def resolve(self, tensors: list[torch.Tensor]) -> None:
         _, where, advice = line_here(self._cause)
         _, used = self.lines.setdefault((where, self._cause), (advice, set()))
         for tensor in tensors:
             used.add(self._index_of[id(tensor)])
         pending.clear(tensors)
-
-    def zero_later(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def gradient_read(self, tensor: torch.Tensor) -> None:
-        """Only asks whether there is one."""
 
     def described(self) -> list[dict[str, Any]]:
         """``where``, ``what``, ``advice`` of each line, and ``parameters``, the indices."""

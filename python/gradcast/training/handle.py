@@ -4,7 +4,7 @@ import contextlib
 import json
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,16 +118,10 @@ class Handle:
             return contextlib.nullcontext()
         return session.fence.around(session.reach_fence)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of backward passes inside stay on this worker and add up, as with DDP's no_sync()."""
         require_attached(self._session)
-        blocks = self._session.no_sync_blocks
-        blocks.enter()
-        try:
-            yield
-        finally:
-            blocks.leave()
+        return self._session.no_sync_blocks.around()
 
     def weight(self, n: float) -> contextlib.AbstractContextManager[None]:
         """Around backward: this rank counts n in the mean over the ranks, which is the sum of n times the rank's

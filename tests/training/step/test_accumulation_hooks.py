@@ -7,8 +7,8 @@ import pytest
 
 import gradcast
 from gradcast.training.compat import extension
+from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import pending
-from gradcast.training.step.gradient_hooks import GradientHook
 from training import compare
 from training.attached import Attached, error_of, not_refused
 from training.bomb import Bomb
@@ -40,7 +40,7 @@ def trained(mode="overlap", **options) -> Attached:
 
 def in_python(step) -> int:
     """How many gradients of this step came to Python."""
-    with mock.patch.object(GradientHook, "__call__", autospec=True, side_effect=GradientHook.__call__) as seen:
+    with mock.patch.object(WeakHook, "__call__", autospec=True, side_effect=WeakHook.__call__) as seen:
         step()
     return sum(isinstance(call.args[1], int) for call in seen.call_args_list)
 

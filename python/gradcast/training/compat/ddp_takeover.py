@@ -37,7 +37,7 @@ class DdpTakeover:
         self._find_unused_parameters = ddp.find_unused_parameters
         self.active = False
         self.take()
-        ddp.join_hook = _WatchedJoinHook(self, ddp)
+        ddp.join_hook = self._join_hook
         ddp.__getstate__ = self._state_of_a_copy
 
     def take(self) -> None:
@@ -73,6 +73,11 @@ class DdpTakeover:
         if ddp._check_sync_bufs_pre_fwd():
             ddp._sync_buffers()
 
+    def _join_hook(self, **options: Any) -> JoinHook:
+        """Replaces ``ddp.join_hook``."""
+        self._in_join = True
+        return _WatchedJoin(DistributedDataParallel.join_hook(self._ddp(), **options), self)
+
     def end_join(self) -> None:
         self._in_join = False
         self._joined()
@@ -94,17 +99,6 @@ class DdpTakeover:
         del ddp.join_hook, ddp.__getstate__
         if self.active:
             self.reduce_again()
-
-
-class _WatchedJoinHook:
-    """Replaces ``ddp.join_hook``."""
-
-    def __init__(self, taken_over: DdpTakeover, ddp: DistributedDataParallel) -> None:
-        self._taken_over, self._ddp = taken_over, weakref.ref(ddp)
-
-    def __call__(self, **options: Any) -> JoinHook:
-        self._taken_over._in_join = True
-        return _WatchedJoin(DistributedDataParallel.join_hook(self._ddp(), **options), self._taken_over)
 
 
 class _WatchedJoin(JoinHook):

@@ -1,10 +1,11 @@
-"""Hooks on the user's module, which copies of the module do not inherit.
+"""Hooks that do not keep their owner alive, and hooks on the user's module that copies of the module do not inherit.
 
 ``deepcopy`` and ``pickle`` copy a module's hooks with it. A copy must be an ordinary module, even without gradcast
 installed. So in a copy these hooks become a function of the standard library that accepts anything and does nothing.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,18 @@ _REASON = (
     "gradcast waits here, around forward; give attach the compiled module, torch.compile(module, fullgraph=True), or "
     "leave out fullgraph=True"
 )
+
+
+class WeakHook:
+    """Calls a method while its object lives: a tensor or a module must not keep its session alive."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *arguments: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*arguments)
 
 
 class UncopiedHook:

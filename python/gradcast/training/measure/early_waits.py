@@ -13,6 +13,7 @@ import enum
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -226,13 +227,11 @@ def call_site() -> tuple[str, int, Sequence[str]]:
     """File and line of the innermost frame that is neither of gradcast, torch nor Python's library, and the names of
     functions that it has called to come here."""
     passed = []
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, number in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         if not _is_library(code.co_filename):
-            return code.co_filename, frame.f_lineno, passed
+            return code.co_filename, number, passed
         passed.append(code.co_name)
-        frame = frame.f_back
     return "", 0, passed
 
 

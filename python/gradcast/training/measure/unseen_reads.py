@@ -9,6 +9,7 @@ no other module owns the parameter. Otherwise it is waited for before the whole 
 whatever forward does.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,25 +129,20 @@ class ConsumerSearch:
                 self._owner[index] = owner.module
                 by_part.setdefault(owner.module, (part, []))[1].append(index)
         for name, (part, indices) in by_part.items():
-            self._hooks += around_forward([part], self._on_call(name, indices), self._on_return(name))
+            begin, end = functools.partial(self._on_call, name, indices), functools.partial(self._on_return, name)
+            self._hooks += around_forward([part], begin, end)
 
-    def _on_call(self, name: str, indices: Sequence[int]) -> Callable[[nn.Module, Any, bool], None]:
-        def begin(_: nn.Module, __: Any, ___: bool) -> None:
-            if self._is_forward:
-                calls = self._calls.setdefault(name, [])
-                if not calls:
-                    self._on_start(indices)
-                calls.append([torch._C._autograd._get_sequence_nr(), -1])
+    def _on_call(self, name: str, indices: Sequence[int], *_: Any) -> None:
+        if self._is_forward:
+            calls = self._calls.setdefault(name, [])
+            if not calls:
+                self._on_start(indices)
+            calls.append([torch._C._autograd._get_sequence_nr(), -1])
 
-        return begin
-
-    def _on_return(self, name: str) -> Callable[[nn.Module, Any, bool], None]:
-        def end(_: nn.Module, __: Any, ___: bool) -> None:
-            open_calls = [call for call in self._calls.get(name, ()) if call[1] < 0]
-            if self._is_forward and open_calls:
-                open_calls[-1][1] = torch._C._autograd._get_sequence_nr()
-
-        return end
+    def _on_return(self, name: str, *_: Any) -> None:
+        open_calls = [call for call in self._calls.get(name, ()) if call[1] < 0]
+        if self._is_forward and open_calls:
+            open_calls[-1][1] = torch._C._autograd._get_sequence_nr()
 
     def _place(self, owner: str, numbers: Sequence[int]) -> UnseenRead:
         calls = self._calls.get(owner, ())

@@ -94,17 +94,16 @@ class PlanController:
         self._add_unseen({self._buffers.names.index(name): read for name, read in reads.items()})
         if state["world_size"] == self.group.world_size:
             agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
-            self.phase = self.start_plan(agreed, Following)
+            self.phase = self.start_plan(agreed, Following, describes=False)
             return
         call_ns = state.get("call_ns", 0.0)
         agreed = self._agree(lambda: self.proposer.for_workers(self.profile, here, call_ns))
         self.profile = agreed.profile
-        self.phase = self.start_plan(agreed, Calibrating)
         self.group.info(
             f"the profile of the checkpoint is of {state['world_size']} workers; planned for {self.group.world_size} "
             "without measuring, and the first steps correct it",
         )
-        self.describe()
+        self.phase = self.start_plan(agreed, Calibrating)
 
     def defers(self, change: _core.Change) -> bool:
         """Whether other shares of the batch may come, which answer this change."""
@@ -145,11 +144,14 @@ class PlanController:
 
     # --- What the phases do ---
 
-    def start_plan(self, agreed: AgreedPlan, first_phase: type[Monitored]) -> PlanPhase:
-        """Follows a plan made from measurements. ``first_phase``: of a plan that is not fixed."""
+    def start_plan(self, agreed: AgreedPlan, first_phase: type[Monitored], *, describes: bool = True) -> PlanPhase:
+        """Follows a plan made from measurements. ``first_phase``: of a plan that is not fixed. ``describes``: logs what
+        it promises."""
         self.follow(agreed)
         self.alarms.plan_began(agreed)
         self.comparison = None
+        if describes:
+            self.describe()
         if not self._options.adapt or agreed.profile.link is None:  # a pinned plan has no link
             return Fixed()
         return first_phase(self, MonitorFeed(self._new_monitor(agreed), self.step_reports.lag))
@@ -189,9 +191,7 @@ class PlanController:
         self.group.info(self.proposer.share_sentence(self.agreed, agreed))
         if self.keep_if_confirmed(agreed):
             return present
-        phase = self.start_plan(agreed, Calibrating)
-        self.describe()
-        return phase
+        return self.start_plan(agreed, Calibrating)
 
     def _changed_shares(
         self, weights: Sequence[float] | None, reports: Sequence[StepReport] | None
@@ -209,9 +209,7 @@ class PlanController:
         """``busy_ns``: compute of the slowest rank. Collective."""
         agreed = self._agree(lambda: self.proposer.from_compute(self.agreed, busy_ns))
         self.profile = agreed.profile
-        phase = self.start_plan(agreed, Calibrating)
-        self.describe()
-        return phase
+        return self.start_plan(agreed, Calibrating)
 
     def keep_if_confirmed(self, agreed: AgreedPlan) -> bool:
         """Keeps the plan in force if calibration has confirmed it; its own steps update what is expected of it. Returns
@@ -242,9 +240,7 @@ class PlanController:
                 f"{compute:.2f} times as long; planned again",
             )
         self.profile = agreed.profile
-        phase = self.start_plan(agreed, Following)
-        self.describe()
-        return phase
+        return self.start_plan(agreed, Following)
 
     def follow(self, agreed: AgreedPlan) -> None:
         self.agreed = agreed

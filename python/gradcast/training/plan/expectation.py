@@ -169,19 +169,14 @@ def typical_of(
 ) -> TypicalStep:
     """See typical_step. ``profiles``: one for each step."""
     if waiting_share > 0:
-        kinds = [
-            (share, typical_of(profiles, link, _in_mode(plan, mode), 0.0, call_ns))
-            for share, mode in ((waiting_share, "hook"), (1 - waiting_share, "overlap"))
-        ]
+        kinds = []
+        for share, mode in ((waiting_share, "hook"), (1 - waiting_share, "overlap")):
+            in_mode = _core.Plan(blocks=plan.blocks, mode=mode, in_flight=plan.in_flight)
+            kinds.append((share, typical_of(profiles, link, in_mode, 0.0, call_ns)))
         return TypicalStep(*(sum(share * step[field] for share, step in kinds) for field in range(2)))
-    return TypicalStep(
-        statistics.median(_step_ns(each, _core.play(each, link, plan), plan.mode, call_ns) for each in profiles),
-        _median_bound_ns(profiles, plan, link),
-    )
-
-
-def _step_ns(profile: _core.Profile, timeline: _core.Timeline, mode: str, call_ns: float) -> float:
-    return timeline.iteration_ns + call_ns * further_calls(profile, timeline, mode)
+    played = [(each, _core.play(each, link, plan)) for each in profiles]
+    steps_ns = [each.iteration_ns + call_ns * further_calls(profile, each, plan.mode) for profile, each in played]
+    return TypicalStep(statistics.median(steps_ns), _median_bound_ns(profiles, plan, link))
 
 
 def further_calls(profile: _core.Profile, timeline: _core.Timeline, mode: str) -> int:
@@ -213,7 +208,3 @@ def _needed_last(profile: _core.Profile, names: Collection[str]) -> _core.Profil
             tensor["need_ns"] = fields["forward_ns"]
     fields["tensors"].sort(key=lambda tensor: tensor["need_ns"])
     return _core.Profile.from_json(json.dumps(fields))
-
-
-def _in_mode(plan: _core.Plan, mode: str) -> _core.Plan:
-    return _core.Plan(blocks=plan.blocks, mode=mode, in_flight=plan.in_flight)

@@ -84,7 +84,6 @@ class WarmingUp(PlanPhase):
             return self
         agreed = self._controller.agree_on_measured_plan(self.warmup, self._change)
         phase = self._controller.start_plan(agreed, Calibrating)
-        self._controller.describe()
         if self._change is not None:
             self._controller.group.info(self._change.sentence(agreed))
         return phase

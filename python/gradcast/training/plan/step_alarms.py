@@ -13,7 +13,7 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.alarms import COMPUTE, DATA, LINK, Alarm, Alarms, Observation
-from gradcast.host_traffic import exchange_form, leaving_share
+from gradcast.host_traffic import leaving_share
 from gradcast.slow_link import Flow, slow_hosts
 from gradcast.training.measure import tcp_counters
 from gradcast.training.plan import calibration
@@ -77,10 +77,9 @@ class StepAlarms:
         step_ns = self._factor * _core.play(self._reference, self._reference.link, plan).iteration_ns
         self._expected_ms = step_ns / 1e6, sum(calibration.planned_busy_periods_ns(plan, self._reference)) / 1e6
         hosts = self._group.hosts
-        if hosts is not None and hosts.count > 1:
-            form = exchange_form(hosts, self._exchange.wire, on_device=self._on_device)
+        if hosts.count > 1:
             bits = 8 * sum(block.size_bytes for block in plan.blocks)
-            self.alarms.link_bits = bits * leaving_share(hosts, form, self._exchange.wire)
+            self.alarms.link_bits = bits * leaving_share(hosts, self._exchange.form, self._exchange.wire)
 
     def iteration_began(self, waiting_stage: str | None) -> None:
         """``waiting_stage``: None if the iteration does not follow the plan in force."""
@@ -144,8 +143,7 @@ class StepAlarms:
 
     @property
     def _may_locate(self) -> bool:
-        hosts = self._group.hosts
-        return hosts is not None and hosts.count > 1 and not self._on_device
+        return self._group.hosts.count > 1 and not self._on_device
 
     def _located(self, alarm: Alarm) -> Alarm:
         """With the hosts of the slow link. Collective."""

@@ -36,7 +36,7 @@ _CAP_DIVISORS = (1, 1, 4, 16, 2, 64)
 _PARTS = 4
 
 
-class Warmup:
+class Warmup(pending.Owner):
     def __init__(
         self,
         sizes: GradientSizes,
@@ -105,13 +105,6 @@ class Warmup:
         for tensor in tensors:
             note(self._index_of[id(tensor)])
         pending.clear(tensors)
-
-    def zero_later(self, tensor: torch.Tensor) -> bool:
-        """In the warm-up nothing needs old values."""
-        return False
-
-    def gradient_read(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: during the warm-up every step is waited for."""
 
     @property
     def update_parts(self) -> int:

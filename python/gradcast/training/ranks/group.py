@@ -30,6 +30,7 @@ from gradcast.training.ranks.store_gather import StoreGather
 T = TypeVar("T")
 _log = logging.getLogger("gradcast")
 # NCCL's words in 2.28, and in 2.30.
+_ONE_HOST = Hosts((0,))  # of a single worker
 _SAME_GPU = re.compile("Duplicate GPU|using the same GPU")
 
 
@@ -62,21 +63,21 @@ class Group:
     own: Any = None
     timeout_s: float | None = None  # of an operation on ``own``, None if it is not known
     device: torch.device | None = None
-    hosts: Hosts | None = None
+    hosts: Hosts = _ONE_HOST  # attach sets those of several ranks
     store: StoreGather | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""
         if self.world_size == 1:
             return [value]
-        with self._naming("the agreement between the ranks"):
+        with self.naming("the agreement between the ranks"):
             return gather(self.own, value, self.device)
 
     def gather_beside_blocks(self, value: Any) -> list[Any]:
         """As ``gather``, but through the store: blocks and the program's own collectives may be in flight. Slower."""
         if self.world_size == 1:
             return [value]
-        with naming("the agreement between the ranks", self.rank, self.world_size):
+        with self.naming("the agreement between the ranks"):
             return self.store.gather(value)
 
     def from_first(self, value: Any) -> Any:
@@ -84,7 +85,7 @@ class Group:
         if self.world_size == 1:
             return value
         text = pickle.dumps(value) if self.rank == 0 else b""
-        with self._naming("the agreement between the ranks"):
+        with self.naming("the agreement between the ranks"):
             return pickle.loads(extension.load().from_first(self.own, text, device_of_messages(self.own, self.device)))
 
     def computed_by_first(self, compute: Callable[[], T]) -> T:
@@ -129,19 +130,19 @@ class Group:
         """
         if self.world_size == 1:
             return
-        with self._naming(f"sending {what} from rank 0"):
+        with self.naming(f"sending {what} from rank 0"):
             extension.load().copy_from_first(self.own, list(tensors))
 
     def connect(self) -> None:
         """Makes NCCL connect the devices now, so that errors are raised here. Otherwise it connects them at the first
         block, since with "cpu:gloo,cuda:nccl" the ranks' agreements go over Gloo. Collective."""
-        with self._naming("connecting the ranks' devices"):
+        with self.naming("connecting the ranks' devices"):
             extension.load().all_reduce(self.own, torch.zeros(1, device=self.device))
 
     def connect_each_to_each(self) -> None:
         """Makes NCCL connect each rank with each other now, for the all-to-all of a narrow wire, and for the all-gather
         behind it. Collective."""
-        with self._naming("connecting each rank's device with each other"):
+        with self.naming("connecting each rank's device with each other"):
             sent = torch.zeros(self.world_size, device=self.device)
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.own)
@@ -167,7 +168,8 @@ class Group:
             group_pool.leave(own, reusable=reusable)
 
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def naming(self, what: str) -> Iterator[None]:
+        """Around an operation of ``own``. ``what``: for errors."""
         with on_device(self.device), naming(what, self.rank, self.world_size):
             yield
 

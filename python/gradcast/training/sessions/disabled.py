@@ -1,7 +1,6 @@
 """GRADCAST_DISABLE=1: ``attach`` leaves everything to stock DDP. So one variable shows whether gradcast is to blame."""
 
 import contextlib
-import functools
 import os
 from typing import Any
 
@@ -10,7 +9,7 @@ from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
 from gradcast.training.sessions.kinds import Setup, TrainingSession
 from gradcast.training.step.clipping import ClipOnce
-from gradcast.training.step.partial_step import StepInterception
+from gradcast.training.step.partial_step import intercepted
 
 # This module alone reads the variable.
 VARIABLE = "GRADCAST_DISABLE"
@@ -42,10 +41,7 @@ class DisabledSession(TrainingSession):
         if options.clips:
             # Clipping that the user has asked of gradcast stays.
             self.early_clipping = clip = ClipOnce(accepted.called, options)
-            self._interceptions = [
-                StepInterception(optimizer, functools.partial(self._on_step, number))
-                for number, optimizer in enumerate(setup.optimizers)
-            ]
+            self._interceptions = intercepted(setup.optimizers, self._on_step)
             self._removables += [clip, *self._interceptions]
         wrappers = [] if accepted.ddp is None else [accepted.ddp]
         if accepted.ddp is None and setup.group.world_size > 1:

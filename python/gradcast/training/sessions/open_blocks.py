@@ -18,22 +18,25 @@ class NoSyncBlocks:
     def __init__(self, ddps: Iterable[DistributedDataParallel] = ()) -> None:
         # A handle that the program keeps must not keep its DDP alive.
         self._ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet(ddps)
-        # By open block: the DDP modules that synchronized outside of it.
-        self._synchronizing: list[weakref.WeakSet[DistributedDataParallel]] = []
+        self._open_count = 0
 
-    def enter(self) -> None:
-        self._synchronizing.append(weakref.WeakSet(ddp for ddp in self._ddps if ddp.require_backward_grad_sync))
-        for ddp in self._ddps:
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        synchronizing = weakref.WeakSet(ddp for ddp in self._ddps if ddp.require_backward_grad_sync)
+        for ddp in synchronizing:
             ddp.require_backward_grad_sync = False
-
-    def leave(self) -> None:
-        for ddp in self._synchronizing.pop():
-            ddp.require_backward_grad_sync = True
+        self._open_count += 1
+        try:
+            yield
+        finally:
+            self._open_count -= 1
+            for ddp in synchronizing:
+                ddp.require_backward_grad_sync = True
 
     @property
     def is_synchronizing(self) -> bool:
         """Whether gradients travel: outside of this handle's no_sync() and of DDP's own."""
-        return not self._synchronizing and all(ddp.require_backward_grad_sync for ddp in self._ddps)
+        return self._open_count == 0 and all(ddp.require_backward_grad_sync for ddp in self._ddps)
 
 
 class CollectiveFence:

@@ -12,9 +12,9 @@ from torch import nn
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.sessions.kinds import Setup, TrainingSession
-from gradcast.training.step import partial_step
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.gradient_buffers import GradientSizes
+from gradcast.training.step.partial_step import intercepted
 
 
 class SingleWorkerSession(TrainingSession):
@@ -35,10 +35,7 @@ class SingleWorkerSession(TrainingSession):
         for index, parameter in enumerate(values):
             hook = functools.partial(self._on_gradient, index)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._interceptions = [
-            partial_step.StepInterception(opt, functools.partial(self._on_step, number))
-            for number, opt in enumerate(setup.optimizers)
-        ]
+        self._interceptions = intercepted(setup.optimizers, self._on_step)
 
     def release(self, *, reusable: bool) -> None:
         self._end_warmup()

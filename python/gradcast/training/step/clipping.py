@@ -119,7 +119,7 @@ class ValueClipping:
             clip_values(gradients, self._max_value)
 
 
-class NormClipping:
+class NormClipping(pending.Owner):
     """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` in pieces.
 
     ``index``: of the tensor with the ranks' norms, behind the parameters in the buffers. ``done``: the gradients of the
@@ -223,17 +223,10 @@ class NormClipping:
                 with torch.no_grad():
                     promised[0].copy_(norm)
 
-    # Owner of the promised norm (pending.Owner)
-
     def resolve(self, _tensors: list[torch.Tensor]) -> None:
+        """The program uses the promised norm."""
         if self._promised is not None:
             self._promised[1]()
-
-    def zero_later(self, _tensor: torch.Tensor) -> bool:
-        return False
-
-    def gradient_read(self, _tensor: torch.Tensor) -> None:
-        """A norm has no gradient."""
 
     def compute_norms(self, states: Sequence[ParameterState]) -> None:
         """Computes the norms of gradients that have arrived where the update reads them; they may be pending."""

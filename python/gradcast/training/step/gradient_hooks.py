@@ -15,7 +15,7 @@ Thread safety: hooks run on autograd's threads, one backward pass at a time; eve
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
+from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.arrived_gradients import ArrivedGradients
 from gradcast.training.step.clipping import NormClipping
@@ -42,18 +43,6 @@ from gradcast.training.step.parameter_state import (
 from gradcast.training.step.weights import StepWeights
 
 _NO_TASK = -1  # autograd's task id outside of backward
-
-
-class GradientHook:
-    """Hook of autograd's that calls a method while its object lives: a tensor must not keep its session alive."""
-
-    def __init__(self, method: Callable[[Any], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, argument: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method(argument)
 
 
 class _BackwardEnd:
@@ -110,7 +99,7 @@ class GradientHooks:
         """Hooks every parameter. Returns the handles that remove the hooks."""
         self._listener = weakref.ref(listener)  # a parameter must not keep its session alive
         norm_type = None if self.clipping is None else self.clipping.norm_type
-        self._hooks = self.exchange.hooks(norm_type, GradientHook(self._on_gradient), GradientHook(self._on_view))
+        self._hooks = self.exchange.hooks(norm_type, WeakHook(self._on_gradient), WeakHook(self._on_view))
         self._hooks.install([state.parameter for state in self.states])
         return [self._hooks]
 
@@ -134,7 +123,7 @@ class GradientHooks:
             self._forward_thread = threading.get_ident()
         for state in self._hooked_by_program:
             state.forward_version = None if state.is_update_due else state.parameter._version
-        hook = GradientHook(self._on_backward_start)
+        hook = WeakHook(self._on_backward_start)
         with_graph = [tensor for tensor in pending.tensors_in(output) if tensor.grad_fn is not None]
         for tensor in with_graph:
             tensor.register_hook(hook)
@@ -367,10 +356,6 @@ class GradientHooks:
         state.copy_due = state.index in self._buffers.apart
         if not state.copy_due:
             state.parameter.grad = gradient = view
-        self._show(state, gradient)
-
-    def _show(self, state: ParameterState, gradient: torch.Tensor) -> None:
-        """This is the gradient in ``.grad``."""
         state.update_grad = gradient
         self.states.set_visible_grad(state, gradient)
 

@@ -66,9 +66,9 @@ class OptimizerSteps:
 
     def intercept(self, on_step: Callable[[int], None], flush: Callable[[], None]) -> None:
         """Makes ``step()`` of optimizer k call ``on_step(k)``, and its state_dict() return a completed step's state."""
+        self._interceptions = partial_step.intercepted(self._optimizers, on_step)
         for number, optimizer in enumerate(self._optimizers):
-            self._interceptions.append(partial_step.StepInterception(optimizer, functools.partial(on_step, number)))
-            self._interceptions[-1].flush_before_state(flush)
+            self._interceptions[number].flush_before_state(flush)
             self._guards.append(OptimizerStateGuard(optimizer, functools.partial(self._on_state_access, number)))
 
     def release(self) -> None:

@@ -9,10 +9,12 @@ one by one. Scalars that an optimizer keeps in a group (a step count) advance on
 import bisect
 import collections
 import contextlib
+import functools
 import itertools
 import sys
+import traceback
 import types
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -247,11 +249,12 @@ class StepInterception:
                 self._optimizer.step = self._before
 
 
+def intercepted(optimizers: Sequence[Optimizer], on_step: Callable[[int], None]) -> list[StepInterception]:
+    """``step()`` of optimizer k calls ``on_step(k)`` from now on."""
+    return [StepInterception(each, functools.partial(on_step, number)) for number, each in enumerate(optimizers)]
+
+
 def is_called_by_scaler() -> bool:
     """Whether a GradScaler has called ``step()`` of the optimizer, to which this call belongs."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(sys._getframe(1))
+    return any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame, _ in frames)

@@ -65,6 +65,7 @@ class Owner(Protocol):
 
     def zero_later(self, tensor: torch.Tensor) -> bool:
         """Whether the owner zeroes this pending tensor itself, once its values are no longer needed."""
+        return False
 
     def gradient_read(self, tensor: torch.Tensor) -> None:
         """The program reads the ``.grad`` of this pending tensor. Finishes it if that is not known yet."""

@@ -1,14 +1,14 @@
 """Waits for parameters that forward reads unseen (measure/unseen_reads.py): where the module that owns them begins its
 forward, or before the whole forward pass begins."""
 
+import functools
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from gradcast.training.compat.module_hooks import UncopiedHook
+from gradcast.training.compat.module_hooks import UncopiedHook, WeakHook
 from gradcast.training.measure.unseen_reads import Owners, UnseenRead
 from gradcast.training.step import parameter_state
 from gradcast.training.step.optimizer_steps import OptimizerSteps
@@ -57,10 +57,8 @@ class UnseenWaits:
             else:
                 why = read.why or "another module owns them than when this was measured"
                 self._waited_first.setdefault(why, []).append(state)
-        # A part of the module must not keep its session alive.
-        complete = weakref.WeakMethod(self._complete)
         for part, states in by_part.items():
-            hook = UncopiedHook(_waiting(complete, states))
+            hook = UncopiedHook(functools.partial(WeakHook(self._complete), states))
             self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
 
     def _warn(self) -> None:
@@ -71,18 +69,9 @@ class UnseenWaits:
                 parameter_state.names(states),
             )
 
-    def _complete(self, states: Sequence[ParameterState]) -> None:
+    def _complete(self, states: Sequence[ParameterState], *_: Any) -> None:
         if any(state.is_update_due for state in states):
             with self._lock:
                 due = [state for state in states if state.is_update_due]
                 self._steps.stream.on_parameter_read()
                 self._steps.complete_updates(due)
-
-
-def _waiting(complete: weakref.WeakMethod, states: Sequence[ParameterState]) -> Callable[[nn.Module, Any, bool], None]:
-    def wait(_: nn.Module, __: Any, ___: bool) -> None:
-        method = complete()
-        if method is not None:
-            method(states)
-
-    return wait

@@ -9,6 +9,7 @@ Thread safety: ``run`` under the session's lock; everything else from the traini
 import collections
 import dataclasses
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradcast.errors import Error, refused
+from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import parameter_state
 from gradcast.training.step.partial_step import default_context
 
@@ -46,7 +48,7 @@ class UpdateCallbacks:
         """``in_parts``: a session calls ``run``."""
         self._in_parts = in_parts
         self._callbacks: list[UpdateCallback] = []
-        self._listener: _AfterStep | None = None
+        self._unhook: Callable[[], Any] | None = None  # while functions are called after each step() of any optimizer
         self.follow(parameters)
 
     def __bool__(self) -> bool:
@@ -58,14 +60,16 @@ class UpdateCallbacks:
 
     def add(self, callback: UpdateCallback) -> None:
         self._callbacks.append(callback)
-        self._listener = self._listener or _AfterStep(self._after_step)
+        if self._unhook is None:
+            hook = register_optimizer_step_post_hook(WeakHook(self._after_step))
+            self._unhook = weakref.finalize(self, hook.remove)
 
     def remove(self, callback: UpdateCallback) -> None:
         if callback in self._callbacks:
             self._callbacks.remove(callback)
-        if not self._callbacks and self._listener is not None:
-            self._listener.remove()
-            self._listener = None
+        if not self._callbacks and self._unhook is not None:
+            self._unhook()
+            self._unhook = None
 
     def remove_all(self) -> None:
         for callback in list(self._callbacks):
@@ -105,7 +109,9 @@ class UpdateCallbacks:
                 error.code if isinstance(error, Error) else "invalid_use",
             ) from error
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
+        if is_inner_step(optimizer):
+            return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         updated = {name: parameter for name, parameter in self._parameters.items() if id(parameter) in held}
         if not updated:
@@ -143,25 +149,7 @@ def owned_tensors(owned: Owned | None, module: nn.Module) -> dict[str, tuple[tor
     return found
 
 
-class _AfterStep:
-    """Calls a method after each ``step()`` of any optimizer, while its object lives."""
-
-    def __init__(self, method: Callable[[Optimizer], None]) -> None:
-        reference = weakref.WeakMethod(method)
-
-        def hook(optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
-            method = reference()
-            if method is not None and not is_inner_step(optimizer):
-                method(optimizer)
-
-        self.remove = weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
-
-
 def is_inner_step(optimizer: Optimizer) -> bool:
     """Whether a class's step() has called that of its base class: torch runs hooks around the inner one, too."""
-    frame = sys._getframe(2).f_back  # behind the code that calls the hooks
-    while frame is not None:
-        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return any(each.f_code.co_name == "step" and each.f_locals.get("self") is optimizer for each in frames)

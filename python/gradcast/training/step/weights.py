@@ -22,7 +22,7 @@ from torch import nn
 
 from gradcast.errors import Error, refused
 from gradcast.training.compat import extension
-from gradcast.training.ranks.group import Group, device_of_messages, naming
+from gradcast.training.ranks.group import Group, device_of_messages
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_exchange import GradientExchange
 
@@ -160,7 +160,7 @@ class StepWeights:
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
         what = "the ranks' weights"
-        with self._exchange.watch.waiting(what), naming(what, self._group.rank, self._group.world_size):
+        with self._exchange.watch.waiting(what), self._group.naming(what):
             yield
 
     def _refusal(self, weights: Sequence[float]) -> Error | None:
