@@ -124,11 +124,9 @@ class Options:
         _require_int("compare_every", self.compare_every, 0)
         if self.max_ctas is not None:
             _require_int("max_ctas", self.max_ctas, 1)
-        if self.timeout_s is not None:
-            _require_positive("timeout_s", self.timeout_s)
         if self.on_alarm is not None and not callable(self.on_alarm):
             raise Error(f"options.on_alarm is {self.on_alarm!r}; a function of an alarm is expected")
-        for name in ("max_grad_norm", "max_grad_value"):
+        for name in ("timeout_s", "max_grad_norm", "max_grad_value"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.max_grad_norm is not None and self.max_grad_value is not None:
@@ -144,10 +142,10 @@ class Options:
         if self.unseen_reads not in ["by_module", "before_forward"]:
             raise Error(f"options.unseen_reads is {self.unseen_reads!r}; by_module or before_forward is expected")
         _check_local_steps(self)
-        names = [policy.name for policy in _core.policies()]
-        if self.policy not in names:
-            raise Error(f"options.policy is {self.policy!r}; one of {', '.join(names)} is expected")
-        policy = next(policy for policy in _core.policies() if policy.name == self.policy)
+        policies = {policy.name: policy for policy in _core.policies()}
+        if self.policy not in policies:
+            raise Error(f"options.policy is {self.policy!r}; one of {', '.join(policies)} is expected")
+        policy = policies[self.policy]
         if policy.needs_scatter_gather:
             raise Error(
                 f"options.policy is {self.policy!r}, which needs other operations than all-reduce; choose another"

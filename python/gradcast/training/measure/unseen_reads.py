@@ -49,7 +49,7 @@ class Owners:
         self._parts: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, part in module.named_modules():
             holders = [part, *(child for child in part.children() if isinstance(child, _HOLDERS))]
-            held = [] if isinstance(part, _HOLDERS) else [each for holder in holders for each in _own(holder)]
+            held = [] if isinstance(part, _HOLDERS) else [each for one in holders for each in one._parameters.values()]
             for key in dict.fromkeys(map(id, held)):
                 self._parts.setdefault(key, []).append((name, part))
 
@@ -65,10 +65,6 @@ class Owners:
         if isinstance(part, torch.jit.ScriptModule):
             return UnseenRead("", "a script owns them, which takes no hooks"), None
         return UnseenRead(name), part
-
-
-def _own(module: nn.Module) -> list[torch.Tensor]:
-    return [each for each in module._parameters.values() if each is not None]
 
 
 class ConsumerSearch:

@@ -86,8 +86,9 @@ class Proposer:
     ) -> None:
         """``mode``: of the plans. ``clipping``: tells how often it lets a step wait for all gradients. ``waits``: of
         the program's own; the profile has them already."""
-        self._sizes, self._mode, self._clipping = sizes, mode, clipping
-        self._waits = waits
+        self._sizes, self._mode, self._clipping, self._waits = sizes, mode, clipping, waits
+        # That a plan may have. Steps that clip wait for all gradients, which suits plans of hook mode.
+        self._modes = (mode,) if clipping is None else (mode, "hook")
         self._world_size, self._options = world_size, options
         self._idle_saving_ns = 0.0  # found in the last warm-up
         self.variation = StepVariation()  # of the steps that the last proposal was made from
@@ -230,11 +231,6 @@ class Proposer:
             call_ns=variation.call_ns,
             further_calls=calls,
         )
-
-    @property
-    def _modes(self) -> tuple[str, ...]:
-        """The modes that a plan may have. Steps that clip wait for all gradients, which suits plans of hook mode."""
-        return (self._mode,) if self._clipping is None else (self._mode, "hook")
 
     def _choose(
         self, profile: _core.Profile, variation: StepVariation, present: _core.Plan | None = None

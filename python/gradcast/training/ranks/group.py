@@ -236,10 +236,10 @@ def make_group(
         return Group(0, 1, shared)
     timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
-    key = (tuple(ranks), timeout, backend, max_ctas, device)
+    key = group_pool.Key(tuple(ranks), timeout, backend, max_ctas, device)
     own = _left(key, shared, rank, world_size) if reuses else None
     if own is None:
-        own = group_pool.new_group(ranks, timeout, backend, max_ctas, key)
+        own = group_pool.new_group(key)
     group = Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
     if device.type == "cuda":
         group.connect()
@@ -249,12 +249,12 @@ def make_group(
     return group
 
 
-def _left(key: tuple, shared: Any, rank: int, world_size: int) -> Any:
+def _left(key: group_pool.Key, shared: Any, rank: int, world_size: int) -> Any:
     """A process group that was left and that every rank still has, or None. Collective."""
     found = group_pool.idle_group(key)
     name = None if found is None else found.process_group.group_name
-    with on_device(key[-1]), naming("looking for a process group to use again", rank, world_size):
-        names = gather(shared, name, key[-1])
+    with on_device(key.device), naming("looking for a process group to use again", rank, world_size):
+        names = gather(shared, name, key.device)
     if found is None or any(each != name for each in names):
         return None
     found.idle = False

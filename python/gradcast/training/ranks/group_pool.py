@@ -11,17 +11,26 @@ import dataclasses
 import datetime
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+
+
+class Key(NamedTuple):
+    """What has to be equal for a group to be used again. ``ranks``: global ones. The rest: see make_group."""
+
+    ranks: tuple[int, ...]
+    timeout: datetime.timedelta | None
+    backend: str
+    max_ctas: int | None
+    device: torch.device
 
 
 @dataclasses.dataclass(eq=False)
 class OwnGroup:
-    """``key``: what has to be equal for it to be used again."""
-
     process_group: Any
-    key: tuple
+    key: Key | None  # None: only one part of the program uses it
     idle: bool = False
     process: int = dataclasses.field(default_factory=os.getpid)
 
@@ -30,7 +39,7 @@ class OwnGroup:
 _own_groups: list[OwnGroup] = []
 
 
-def idle_group(key: tuple) -> OwnGroup | None:
+def idle_group(key: Key) -> OwnGroup | None:
     """The last group with this key that was left, or None. Whoever uses it sets ``idle``."""
     _drop_destroyed()
     return next((each for each in reversed(_own_groups) if each.idle and each.key == key), None)
@@ -50,31 +59,29 @@ def leave(process_group: Any, *, reusable: bool) -> None:
         _own_groups.remove(made)
 
 
-def new_group(
-    ranks: list[int], timeout: datetime.timedelta | None, backend: str, max_ctas: int | None, key: tuple
-) -> Any:
-    """Collective over ``ranks``, which are global ranks. ``max_ctas``: see make_group."""
-    options = _nccl_options(timeout, max_ctas) if "nccl" in backend else None
-    group = _make(ranks, timeout, backend, "gradcast", options)
+def new_group(key: Key) -> Any:
+    """Collective over the key's ranks."""
+    options = _nccl_options(key.timeout, key.max_ctas) if "nccl" in key.backend else None
+    group = _make(key.ranks, key.timeout, key.backend, "gradcast", options)
     _own_groups.append(OwnGroup(group, key))
     return group
 
 
 def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:
     """A process group that lasts until the program ends. Collective over ``ranks``, which are global ranks."""
-    group = _make(list(ranks), timeout, backend, f"gradcast {description}")
+    group = _make(ranks, timeout, backend, f"gradcast {description}")
     if backend == "gloo":  # destroying a group of another backend may wait for ranks that have died
-        _own_groups.append(OwnGroup(group, ()))
+        _own_groups.append(OwnGroup(group, None))
     return group
 
 
 def _make(
-    ranks: list[int], timeout: datetime.timedelta | None, backend: str, description: str, options: Any = None
+    ranks: Sequence[int], timeout: datetime.timedelta | None, backend: str, description: str, options: Any = None
 ) -> Any:
     _drop_destroyed()
     with _not_split_off(ranks):
         return dist.new_group(
-            ranks=ranks,
+            ranks=list(ranks),
             timeout=timeout,
             backend=backend,
             pg_options=options,

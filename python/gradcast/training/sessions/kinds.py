@@ -59,7 +59,7 @@ class TrainingSession:
     program's open ``handle.collective()`` blocks. ``lends``: the module has other tensors, inside ``global_model()``.
     """
 
-    mode: str
+    mode = "hook"
     steps = 0
     released = False
     profile: _core.Profile | None = None

@@ -69,12 +69,6 @@ class Plans:
         return self.by_size.get(size, newest)
 
 
-class _NoGroup(TrainingSession):
-    """Nothing travels: before the first quorum, for the only replica, and in a step whose group has failed."""
-
-    mode = "hook"
-
-
 class QuorumSession(Session):
     """Over one process group. Once something has failed, nothing travels."""
 
@@ -135,12 +129,13 @@ class QuorumSession(Session):
 
 
 class QuorumSessions:
-    """Attached. ``session``: that of the quorum's process group."""
+    """Attached. ``session``: that of the quorum's process group; before the first quorum, for the only replica, and in
+    a step whose group has failed, one of which nothing travels."""
 
     def __init__(self, quorum: Quorum, accepted: Accepted, options: Options, plans: Plans) -> None:
         self._quorum, self._accepted, self._options, self._plans = quorum, accepted, options, plans
         self.callbacks = UpdateCallbacks(accepted.parameters, in_parts=False)
-        self.session: TrainingSession = _NoGroup(Group(0, 1))
+        self.session = TrainingSession(Group(0, 1))
         self.released = False
         self._process_group: Any = None  # the one that the session is for
         self._failure: Error | None = None  # of this group
@@ -211,7 +206,7 @@ class QuorumSessions:
         if isinstance(ended, Session):
             ended.release(leaves=True)
             ended.group.shared = None  # the connections close with the last reference to the group
-        self._install(_NoGroup(Group(0, 1)))
+        self._install(TrainingSession(Group(0, 1)))
         self._process_group = None
         if self._failure is not None:
             self.abort()

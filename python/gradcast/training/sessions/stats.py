@@ -1,5 +1,6 @@
 """The values of ``handle.stats()``."""
 
+import statistics
 from typing import Any
 
 from gradcast import _core
@@ -95,7 +96,7 @@ def plan_stats(controller: PlanController) -> dict[str, Any]:
         "exposed": controller.exposed.stats(),
         "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),
         "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
-        "update_calls": sorted(record.update_calls for record in records)[len(records) // 2] if records else None,
+        "update_calls": statistics.median_high(record.update_calls for record in records) if records else None,
     }
     values |= controller.alarms.stats()
     if controller.profile is not None and controller.warmup is None:  # nothing is predicted for a warm-up's plans

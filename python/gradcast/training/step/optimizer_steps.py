@@ -45,7 +45,6 @@ class OptimizerSteps:
         self._states = states = gradients.states
         ids = [{id(each) for group in optimizer.param_groups for each in group["params"]} for optimizer in optimizers]
         self._states_of = [[state for state in states if id(state.parameter) in held] for held in ids]
-        self._ids_of = [{id(state.parameter) for state in own} for own in self._states_of]
         self._exchange, self.gradients, self._trace, self.waits = gradients.exchange, gradients, trace, waits
         self._places: dict[int, partial_step.Places] = {}  # by optimizer
         self._others: dict[int, list[torch.Tensor]] = {}  # by optimizer: what else it updates
@@ -325,7 +324,9 @@ class OptimizerSteps:
         groups = self._optimizers[number].param_groups
         if number not in self._places or not self._places[number].are_those_of(groups):
             self._places[number] = partial_step.Places(groups)
-            self._others[number] = self._places[number].without(self._ids_of[number])
+            self._others[number] = self._places[number].without(
+                {id(each.parameter) for each in self._states_of[number]}
+            )
         return self._places[number]
 
     def _update_others(self, number: int) -> None:
