@@ -1,13 +1,13 @@
 """What a plan is expected to gain over DDP: said before it is followed, and compared with the measurement later."""
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from gradcast import _core
 from gradcast.comparison.compare import NOTICEABLE_GAIN, compute_ns, has_other_ops
+from gradcast.files import tensor_fields, with_fields
 from gradcast.training.measure import compute_cost
 from gradcast.training.measure.compute_cost import ComputeFactors
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
@@ -202,9 +202,6 @@ def _median_bound_ns(profiles: Sequence[_core.Profile], plan: _core.Plan, link: 
 
 def _needed_last(profile: _core.Profile, names: Collection[str]) -> _core.Profile:
     """The profile if forward read these tensors where it ends."""
-    fields = json.loads(profile.to_json())
-    for tensor in fields["tensors"]:
-        if tensor["name"] in names:
-            tensor["need_ns"] = fields["forward_ns"]
-    fields["tensors"].sort(key=lambda tensor: tensor["need_ns"])
-    return _core.Profile.from_json(json.dumps(fields))
+    last = {"need_ns": profile.forward_ns}
+    tensors = [tensor | (last if tensor["name"] in names else {}) for tensor in tensor_fields(profile)]
+    return with_fields(profile, tensors=sorted(tensors, key=lambda tensor: tensor["need_ns"]))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gradcast import _core
 from gradcast.comparison.powersgd import with_shapes
+from gradcast.files import with_fields
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.measure.unseen_reads import agreed_reads
@@ -76,7 +77,7 @@ def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
 
 
 def replace_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:
-    return _core.Profile.from_json(json.dumps(json.loads(profile.to_json()) | {"link": json.loads(link.to_json())}))
+    return with_fields(profile, link=json.loads(link.to_json()))
 
 
 def _tensor(sizes: GradientSizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float) -> _core.Tensor:

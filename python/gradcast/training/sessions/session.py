@@ -362,12 +362,12 @@ class Session(SessionBase):
 
     def _take_gradients(self, number: int) -> bool:
         if self.controller.warmup is None:
-            return self._steps.take_gradients(number, self, synchronous=self.controller.phase.on_baseline)
+            return self._steps.take_gradients(number, synchronous=self.controller.phase.on_baseline)
         with self._reads.around_step(number):
             self._await_gradients(self.trace.now())
             warmup = self.controller.warmup
             with self._measured("updating"):
-                ended = self._steps.take_gradients(number, self, synchronous=True, parts=warmup.update_parts)
+                ended = self._steps.take_gradients(number, synchronous=True, parts=warmup.update_parts)
             warmup.stopwatch.updated_in(self.trace.current.update_calls)
             return ended
 

@@ -163,7 +163,7 @@ class GradientHooks:
             # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
             failed = bool(extension.load().with_field(self.states, "phase", Phase.IDLE))
             if failed:
-                self._listener().on_backward_failure()
+                self.listener.on_backward_failure()
             self._send_missing(failed=failed)
         self.exchange.wait_all()
         self.arrived.settle(self.states)
@@ -185,7 +185,7 @@ class GradientHooks:
         self._used_unsynchronized.clear()
 
     def _on_backward_start(self, _: torch.Tensor) -> None:
-        listener = self._listener()
+        listener = self.listener
         task = torch._C._current_graph_task_id()
         if listener is None or task == self._task:
             return
@@ -208,8 +208,7 @@ class GradientHooks:
             raise stale_read(state)
         if state.forward_version is not None and state.parameter._version != state.forward_version:
             raise used_inside_backward(state)
-        listener = self._listener()
-        if not listener.is_synchronizing():
+        if not self.listener.is_synchronizing():
             self._refuse_travelling(state)
             self._used_unsynchronized.add(state.index)
             return
@@ -218,44 +217,43 @@ class GradientHooks:
                 raise used_inside_backward(state)
             return  # a function has returned None as this gradient, as if the pass had not reached the parameter
         if not self.open or state.phase is not Phase.IDLE or self._task != self._open_task:
-            self._begin_step(state, listener)
+            self._begin_step(state)
             if not self.open:
                 return  # the listener has given the step up
         self._put_into_buffer(state)
-        self._send(state, listener)
+        self._send(state)
 
-    def _begin_step(self, first: ParameterState, listener: Listener) -> None:
+    def _begin_step(self, first: ParameterState) -> None:
         if self.open:
             self._refuse_travelling(first)
-            listener.wait_for_gradients()
+            self.listener.wait_for_gradients()
         if self._task == _NO_TASK:
             self._await_end(torch._C._current_graph_task_id())
-        self._open_step(listener, first)
+        self._open_step(first)
         if not self.open:
             return
         # On a device, hooks run on a thread of autograd's own, not on the one that has called backward.
         self._backward_thread = threading.get_ident() if first.parameter.is_cpu else self._forward_thread
-        if not listener.times_gradients:
+        if not self.listener.times_gradients:
             self._arm()
 
     def send_nothing(self) -> None:
         """A step without backward on this rank: as a pass that reaches no parameter."""
-        listener = self._listener()
         if self.open:
-            listener.wait_for_gradients()
+            self.listener.wait_for_gradients()
         self._task = self._ended_task = _NO_TASK
         with torch.no_grad():
             self._keep_accumulated_apart()
-            self._open_step(listener)
+            self._open_step()
             self._send_missing()
             self._backward_thread = None
-            listener.on_backward_end()
+            self.listener.on_backward_end()
 
-    def _open_step(self, listener: Listener, first: ParameterState | None = None) -> None:
+    def _open_step(self, first: ParameterState | None = None) -> None:
         """Opens a step. ``first``: its first gradient."""
-        listener.on_backward_begin()
+        self.listener.on_backward_begin()
         self._graphs.clear()
-        if not listener.is_synchronizing():
+        if not self.listener.is_synchronizing():
             return  # what failed is reported, and no gradient of this step travels
         if self._task != self._checked_task:
             self._keep_accumulated_apart(first)
@@ -264,7 +262,7 @@ class GradientHooks:
         parameter_state.begin_step(self.states)
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
-            self._send_tensor(self._module_buffers.index, listener, used=True)
+            self._send_tensor(self._module_buffers.index, used=True)
 
     def _arm(self) -> None:
         """Lets the hooks send what is ordinary in the backward pass that runs."""
@@ -277,11 +275,11 @@ class GradientHooks:
         if scale == 0:
             special.update(range(len(self.states)))
         # What is sent without Python must not be used before backward has ended.
-        pending.mark(self._hooks.arm(self._task, self._buffers.views, list(special), scale), self._listener())
+        pending.mark(self._hooks.arm(self._task, self._buffers.views, list(special), scale), self.listener)
 
     def _on_view(self, index: int) -> None:
         """The hooks are about to send a gradient that was in its view before, and not pending."""
-        pending.mark([self._buffers.views[index]], self._listener())
+        pending.mark([self._buffers.views[index]], self.listener)
 
     def note_sent(self, *, ended: bool = False) -> None:
         """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing."""
@@ -359,22 +357,21 @@ class GradientHooks:
         state.update_grad = gradient
         self.states.set_visible_grad(state, gradient)
 
-    def _send(self, state: ParameterState, listener: Listener) -> None:
+    def _send(self, state: ParameterState) -> None:
         if self.clipping is not None:
             self.clipping.on_sent(state)
-        parameter_state.depart([state], listener)
+        parameter_state.depart([state], self.listener)
         if state.locally_unused is None:
             self.arrived.count_frozen(state, Usage.USED)
-        self._send_tensor(state.index, listener, used=state.locally_unused is None)
+        self._send_tensor(state.index, used=state.locally_unused is None)
 
-    def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
+    def _send_tensor(self, index: int, *, used: bool) -> None:
         self._sent_count += 1
-        listener.on_gradient_sent(index, used=used)
+        self.listener.on_gradient_sent(index, used=used)
         self.exchange.ready(index)
 
     def _send_missing(self, *, failed: bool = False) -> None:
         """Sends a substitute for each gradient that backward has not made. ``failed``: the pass has failed."""
-        listener = self._listener()
         self._clear_unsent()
         for state in extension.load().with_field(self.states, "phase", Phase.IDLE):
             if failed or state.index not in self._used_unsynchronized:
@@ -384,12 +381,12 @@ class GradientHooks:
             elif state.parameter.grad is None:
                 state.parameter.grad = self._buffers.views[state.index].zero_()
             self._put_into_buffer(state)
-            self._send(state, listener)
+            self._send(state)
         if self.clipping is not None:
             self.clipping.write_norms()
-            self._send_tensor(self.clipping.index, listener, used=True)
+            self._send_tensor(self.clipping.index, used=True)
         if self._module_buffers is not None and self._module_buffers.on_backward_end():
-            self._send_tensor(self._module_buffers.index, listener, used=True)
+            self._send_tensor(self._module_buffers.index, used=True)
         self._used_unsynchronized.clear()
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:
@@ -413,4 +410,4 @@ class GradientHooks:
         self._ended_task = self._open_task
         self._send_missing()
         self._backward_thread = None
-        self._listener().on_backward_end()
+        self.listener.on_backward_end()

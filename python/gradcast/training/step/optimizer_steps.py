@@ -15,7 +15,7 @@ from gradcast.errors import Error, refused
 from gradcast.training.compat import extension, interrupts
 from gradcast.training.measure.early_waits import Cause, EarlyWaits, where
 from gradcast.training.measure.step_trace import StepTrace
-from gradcast.training.step import parameter_state, partial_step, pending
+from gradcast.training.step import parameter_state, partial_step
 from gradcast.training.step.clipping import ValueClipping
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import OptimizerStateGuard
@@ -140,7 +140,7 @@ class OptimizerSteps:
             self._callbacks.run(self._updated, "after step()" if record is None else f"in step {record.step + 1}")
         self._trace.span("update", start_ns, self._trace.now())
 
-    def take_gradients(self, number: int, owner: pending.Owner, synchronous: bool, parts: int = 1) -> bool:
+    def take_gradients(self, number: int, synchronous: bool, parts: int = 1) -> bool:
         """A step with the gradients of the open backward pass. Returns True once every optimizer has taken them.
 
         ``synchronous``: waits for everything and updates now, as in the warm-up. Otherwise updates are left due, unless
@@ -151,14 +151,14 @@ class OptimizerSteps:
             self.stream.move_to_caller()
         self.stream.follow_caller()
         with self.stream.entered():
-            self._take_gradients(number, owner, synchronous, parts)
+            self._take_gradients(number, synchronous, parts)
         self._stepped.add(number)
         if len(self._stepped) < len(self._optimizers):
             return False
         self._stepped.clear()
         return True
 
-    def _take_gradients(self, number: int, owner: pending.Owner, synchronous: bool, parts: int) -> None:
+    def _take_gradients(self, number: int, synchronous: bool, parts: int) -> None:
         self._refuse_after_failure()
         for each in self._clippings:
             each.on_step()
@@ -176,7 +176,7 @@ class OptimizerSteps:
         if synchronous or reason is not None:
             self._step_now(number, reason, parts)
         else:
-            self._defer(number, owner)
+            self._defer(number)
 
     @property
     def grad_norm(self) -> float | None:
@@ -304,9 +304,9 @@ class OptimizerSteps:
         self._run_whole(number, parts if divisible else 1)
         self._trace.span("update", arrived_ns, self._trace.now())
 
-    def _defer(self, number: int, owner: pending.Owner) -> None:
+    def _defer(self, number: int) -> None:
         """Leaves all updates of this optimizer due."""
-        due = self._states_of[number]
+        due, owner = self._states_of[number], self.gradients.listener
         with interrupts.after_this():
             self._partial[number] = partial_step.PartialStep(self._optimizers[number], self._places_of(number))
             self._left[number] = dict(zip(extension.load().fields(due, "index"), due, strict=True))
