@@ -47,7 +47,6 @@ class Attachment:
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.ddp is not None:
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
-        self._weighs_samples = False
         if self._options.weight == "samples":
             self._weigh_samples()
         fork.watch(self)
@@ -102,16 +101,15 @@ class Attachment:
             calls = group.gather_beside_blocks(call)
         check_same_sampler(calls, group.rank)
         self._given.active = True
-        self._weigh_samples()
+        if self._options.weight is None and self._balancing is None:
+            self._weigh_samples()
         self._balancing = Balancing(schedule, group)
         self.session.share_out(self._balancing)
         if group.device.type != "cpu":
             group.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
 
     def _weigh_samples(self) -> None:
-        if self._weighs_samples:
-            return
-        self._weighs_samples, count = True, InputsHook(self._count_samples)
+        count = InputsHook(self._count_samples)
         self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in self._setup.accepted.called]
 
     def _send_nothing(self) -> None:

@@ -291,8 +291,7 @@ def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world
             f"{path} is a plan for {plan.mode} mode; this training is in {modes[0]} mode, make a plan for that",
             "invalid_plan",
         )
-    index_of = {name: index for index, name in enumerate(names)}
-    order = [index_of[name] for name in tensors]
+    order = [names.index(name) for name in tensors]
     profile = measured_profile.layout_profile(sizes, order, world_size=world_size, name="pinned")
     plan.check(profile)
     if made_with.get("hash") != plan_hash(plan, profile):
