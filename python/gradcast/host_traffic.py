@@ -11,6 +11,7 @@ As many bytes arrive.
 """
 
 from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 RING, FLAT, TWO_LEVEL = "ring", "flat", "two-level"
@@ -30,6 +31,17 @@ class Hosts:
     @classmethod
     def even(cls, count: int, ranks_per_host: int) -> "Hosts":
         return cls(tuple(rank // ranks_per_host for rank in range(count * ranks_per_host)))
+
+    @classmethod
+    def of(cls, keys: Sequence[Hashable]) -> "Hosts":
+        """``keys``: by rank, equal on ranks that share a host."""
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        return cls(tuple(numbers[key] for key in keys))
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """The ranks of each host."""
+        return [[rank for rank, own in enumerate(self.host_of) if own == host] for host in range(self.count)]
 
     @property
     def count(self) -> int:

@@ -15,6 +15,7 @@ from gradcast.diagnosis.network.hosts import HostInterfaces
 from gradcast.diagnosis.network.interfaces import Chosen, Interface
 from gradcast.diagnosis.network.tcp import ReceivedRates, bits_per_s
 from gradcast.errors import Error
+from gradcast.host_traffic import Hosts
 
 G = 1e9
 MS = 1e6
@@ -381,8 +382,8 @@ def test_hosts_of_one_name_are_told_apart():
     places = [place("x", "node"), place("y", "node"), place("x", "node"), place("z", "other")]
     names = network_hosts.names([each.host for each in places])
     assert names == ["node/0", "node/1", "node/0", "other"]
-    assert network_hosts.ranks_by_host(names) == [[0, 2], [1], [3]]
-    assert network_hosts.placement([[0, 2], [1], [3]]).host_of == (0, 1, 0, 2)
+    assert Hosts.of(names) == Hosts((0, 1, 0, 2))
+    assert Hosts.of(names).ranks == [[0, 2], [1], [3]]
 
 
 def with_interfaces(number, *others):

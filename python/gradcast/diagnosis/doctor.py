@@ -8,7 +8,7 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradcast.diagnosis.analyze.measurements import RankMeasurements, TrainingSe
 from gradcast.diagnosis.analyze.step_breakdown import RankSteps
 from gradcast.diagnosis.network import check as network_check
 from gradcast.diagnosis.network import hosts as network_hosts
+from gradcast.diagnosis.network.pairs import Progress
 from gradcast.diagnosis.observe import environment
 from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.observer import RECORDED_STEPS_MAX, Observer
@@ -31,6 +32,7 @@ from gradcast.diagnosis.probe.prober import Prober
 from gradcast.diagnosis.probe.snapshot import Snapshot
 from gradcast.diagnosis.trace.merged import Clock, merge
 from gradcast.errors import Error
+from gradcast.host_traffic import Hosts
 from gradcast.training.ranks.group import Group, backend_of
 from gradcast.training.ranks.group_pool import lasting_group
 from gradcast.training.ranks.hosts import own_host
@@ -39,8 +41,6 @@ from gradcast.training.ranks.hosts import own_host
 WARMUP_STEPS = 5
 _LAYER_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
-
-Progress = Callable[[str], None]
 
 
 class Doctor:
@@ -125,8 +125,7 @@ class Doctor:
 
     def _measure(self, group: Group, progress: Progress) -> RankMeasurements:
         hosts = network_hosts.names(group.gather(own_host()))
-        nodes = network_hosts.ranks_by_host(hosts)
-        node = next(number for number, members in enumerate(nodes) if group.rank in members)
+        nodes, node = Hosts.of(hosts).ranks, Hosts.of(hosts).host_of[group.rank]
         ordinary = self.observer.steps[WARMUP_STEPS:]
         probes = Prober(self._ddp, self._optimizers, list(self.observer.recorded_steps), group.own)
         # In the same order on all ranks, because making a wrapper is collective.

@@ -30,11 +30,12 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
     known_parts = [part for part in PARTS if not (launch_unknown and part == "launch")]
     own = None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
     profile = None if own is None else in_a_ring(own)
+    hosts = Hosts(tuple(each.node for each in steps))
     situation = Situation(
         found,
         setup,
         profile,
-        Hosts(tuple(each.node for each in steps)),
+        hosts,
         spread=(1.0, 1.0) if trial is None else trial.spread,
         streams_gain=_streams_gain(network) if setup.backend == "gloo" else None,
     )
@@ -43,7 +44,6 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
     kind, sentence = bottleneck(
         found, latency_share=_latency_share(profile, setup), mistake=mistakes[0] if mistakes else None
     )
-    nodes = [[each.rank for each in steps if each.node == node] for node in sorted({each.node for each in steps})]
     return {
         "kind": KIND,
         "version": VERSION,
@@ -54,7 +54,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         "device": setup.device,
         "script": None,
         "world_size": len(ranks),
-        "nodes": nodes,
+        "nodes": hosts.ranks,
         "hosts": [each.host for each in steps],
         "model": {
             "name": setup.model,
@@ -77,7 +77,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         "lint": [asdict(mistake) for mistake in mistakes],
         "network": network,
         **_trial_fields(ranks, own),
-        "scaling": None if profile is None else scaling.as_json(scaling.band(profile, _growth(nodes))),
+        "scaling": None if profile is None else scaling.as_json(scaling.band(profile, _growth(hosts))),
     }
 
 
@@ -118,9 +118,9 @@ def _waits_ms(each: RankSteps, sync_phases: Sequence[Sequence[str]]) -> list[flo
     return [exposed + max(0.0, forward - own_ms) for exposed, forward in waits_ms]
 
 
-def _growth(nodes: Sequence[Sequence[int]]) -> scaling.Options:
+def _growth(hosts: Hosts) -> scaling.Options:
     """Costs inside hosts, or between hosts of several ranks each, say nothing about the other kind."""
-    per_node = max(len(members) for members in nodes)
+    per_node = max(hosts.sizes)
     return scaling.Options(nodes=Nodes(per_node) if per_node > 1 else None)
 
 

@@ -22,7 +22,7 @@ from gradcast.diagnosis.network.findings import STREAMS, NetworkMeasurements, Pa
 from gradcast.diagnosis.network.hosts import HostInterfaces, Rounds
 from gradcast.diagnosis.network.pairs import Network, Progress
 from gradcast.errors import Error
-from gradcast.host_traffic import saves_nothing
+from gradcast.host_traffic import Hosts, saves_nothing
 from gradcast.training.ranks.group import Group, backend_of
 from gradcast.training.ranks.group_pool import lasting_group
 
@@ -61,9 +61,9 @@ def check(
 
 
 def _checked(network: Network, backend: str, seconds: float) -> dict[str, Any]:
-    hosts = network_hosts.ranks_by_host([each.name for each in network.hosts])
+    hosts = Hosts.of([each.name for each in network.hosts])
     # Ranks of one host have no network between them; one pair shows what Gloo costs there.
-    ranks = [members[0] for members in hosts] if len(hosts) > 1 else hosts[0][:2]
+    ranks = [0, 1] if hosts.count == 1 else [members[0] for members in hosts.ranks]
     rounds = [[(ranks[a], ranks[b]) for a, b in each] for each in network_hosts.rounds(len(ranks))]
     pairs = _over_tcp(network, rounds, seconds)
     alternatives = _alternatives(network, pairs[0])
@@ -75,9 +75,9 @@ def _checked(network: Network, backend: str, seconds: float) -> dict[str, Any]:
         {rank: network.hosts[rank] for rank in ranks},
         pairs,
         backend,
-        len(hosts) == 1,
+        hosts.count == 1,
         alternatives,
-        narrow_saves=saves_nothing(network_hosts.placement(hosts), "bf16") is None,
+        narrow_saves=saves_nothing(hosts, "bf16") is None,
     )
     return {
         "interfaces": [each.chosen.interface for each in network.hosts],

@@ -1,10 +1,9 @@
-"""The ranks' hosts: what each rank knows of its own host, which ranks share one, and which pairs are measured."""
+"""The ranks' hosts: what each rank knows of its own host, and which pairs are measured."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from gradcast.diagnosis.network import interfaces
-from gradcast.host_traffic import Hosts
 from gradcast.training.ranks.hosts import Identity, own_host
 
 # All pairs of 8 hosts are 28, in 7 rounds. All pairs of 64 would be 2016, in 63.
@@ -61,19 +60,6 @@ def names(hosts: Sequence[Identity]) -> list[str]:
         same = list(dict.fromkeys(each for other, each in hosts if other == name))
         found.append(name if len(same) == 1 else f"{name}/{same.index(identity)}")
     return found
-
-
-def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
-    """Groups the ranks by host; hosts are in the order of their first rank."""
-    found: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return list(found.values())
-
-
-def placement(ranks: Sequence[Sequence[int]]) -> Hosts:
-    host_of = {rank: host for host, members in enumerate(ranks) for rank in members}
-    return Hosts(tuple(host_of[rank] for rank in sorted(host_of)))
 
 
 def common_alternatives(hosts: Sequence[HostInterfaces]) -> list[str]:

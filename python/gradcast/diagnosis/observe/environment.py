@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradcast.files import system_file
+from gradcast.host_traffic import Hosts
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -56,19 +57,18 @@ def own_process() -> Process:
 
 def hosts(names: Sequence[str], processes: Sequence[Process]) -> list[HostCpu]:
     """Summarizes the processes by host. ``names`` and ``processes`` are in rank order."""
-    by_host: dict[str, list[Process]] = {}
-    for name, process in zip(names, processes, strict=True):
-        by_host.setdefault(name, []).append(process)
-    return [
-        HostCpu(
-            name=name,
+    found = []
+    for ranks in Hosts.of(names).ranks:
+        own = [processes[rank] for rank in ranks]
+        host = HostCpu(
+            name=names[ranks[0]],
             threads=sum(process.threads for process in own),
             cores=usable_cores(own),
             ranks=len(own),
             cuda_connections=[process.cuda_connections for process in own],
         )
-        for name, own in by_host.items()
-    ]
+        found.append(host)
+    return found
 
 
 def usable_cores(processes: Sequence[Process]) -> int:

@@ -47,13 +47,13 @@ def own_place() -> Place:
 def agreed(places: Sequence[Place]) -> tuple[Hosts, str | None]:
     """The hosts of the ranks whose places these are, in rank order, and a sentence if torchrun's variables contradict
     themselves or the hosts. They count where all ranks have them: two launchers on one machine stand for two hosts."""
-    by_identity = _numbered([place.identity for place in places])
+    by_identity = Hosts.of([place.identity for place in places])
     launches = [place.launch for place in places if place.launch is not None]
     if not launches:
         return by_identity, None
     doubt = _contradiction(places, launches)
     if doubt is None:
-        return _numbered([launch.group_rank for launch in launches]), None
+        return Hosts.of([launch.group_rank for launch in launches]), None
     return by_identity, f"{doubt}; ranks are on one host where host name and network are the same"
 
 
@@ -76,8 +76,3 @@ def _contradiction(places: Sequence[Place], launches: Sequence[Launch]) -> str |
         if places[other].identity != place.identity:
             return f"{where}, and rank {other} with this GROUP_RANK is on another host"
     return None
-
-
-def _numbered(keys: Sequence[Hashable]) -> Hosts:
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return Hosts(tuple(numbers[key] for key in keys))
