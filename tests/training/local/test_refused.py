@@ -136,6 +136,19 @@ def test_a_changed_model_is_refused_before_it_travels(rank):
     return found
 
 
+@on_ranks(2)
+def test_another_memory_format_is_refused_before_it_travels(rank):
+    module = torch.nn.Conv2d(3, 8, 3)
+    optimizer = sgd(module)
+    handle = attach(module, optimizer, **OPTIONS)
+    module.to(memory_format=torch.channels_last)
+    module(torch.ones(2, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    found = not_refused(handle.end_round, "weight has another memory format", "attach again")
+    handle.detach()
+    return found
+
+
 @pytest.mark.parametrize("overlap", [0, 3])
 @on_ranks(3)
 def test_loops_of_different_lengths_that_end_the_round(rank, overlap):

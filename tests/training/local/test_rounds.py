@@ -215,6 +215,50 @@ def test_the_global_copy_takes_the_place_of_the_parameters(rank):
     return found
 
 
+class WithCache(torch.nn.Module):
+    """Its buffer grows with the input, as tables of rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(4, 2)
+        self.register_buffer("cache", torch.arange(3.0))
+
+    def forward(self, value):
+        if len(value) > len(self.cache):
+            self.cache = torch.arange(float(len(value)))
+        return self.inside(value) * self.cache[: len(value), None]
+
+
+@on_ranks(2)
+def test_a_buffer_of_another_shape_is_each_ranks_own(rank):
+    """It grows in an evaluation, and then on one rank in training."""
+    module = WithCache()
+    optimizer = sgd(module)
+    handle = attach(module, optimizer, warmup_steps=6, adapt=True, sync_every=3, outer_overlap=1)
+
+    def trained(lengths):
+        for length in lengths:
+            optimizer.zero_grad()
+            module(torch.ones(length, 4) * (1 + rank.index)).square().mean().backward()
+            optimizer.step()
+
+    trained([3] * 4)
+    own = module.inside.weight.clone()
+    with handle.global_model():
+        module(torch.ones(5, 4))
+    found = [] if torch.equal(own, module.inside.weight) else ["another weight behind global_model()"]
+    found += [] if module.cache.tolist() == [0, 1, 2, 3, 4] else [f"behind global_model(): {module.cache}"]
+    with heard() as lines:
+        trained([3, 7 if rank.index == 1 else 2, 3, 3])
+    found += [] if any(f"rank {rank.index}: the buffer cache has another shape" in each for each in lines) else lines
+    kept = handle.state_dict()["tensors"]["values"]["cache"]
+    found += [] if kept.tolist() == [0, 1, 2] else [f"the global copy: {kept}"]
+    handle.end_round()
+    found += [] if module.cache.tolist() == list(range(7 if rank.index == 1 else 5)) else [f"own: {module.cache}"]
+    handle.detach()
+    return found
+
+
 @on_ranks(2)
 def test_accumulation_and_clipping_are_each_ranks_own(rank):
     local = Local(rank, 3, 1, "average")

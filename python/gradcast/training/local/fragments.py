@@ -28,17 +28,27 @@ _SUM_MODULUS = (1 << 61) - 1
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A parameter, or a buffer of a module, which may replace it: ``held[key]``."""
+    """A parameter, or a buffer of a module, which may replace it: ``held[key]``. ``shape``, ``strides``: at attach."""
 
     name: str
     held: Mapping[str, Any]
     key: str
+    shape: torch.Size
+    strides: tuple[int, ...]
     is_buffer: bool = False
     is_persistent: bool = True  # it is in the module's state dict
 
     @property
     def tensor(self) -> torch.Tensor:
         return self.held[self.key].detach()
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether its elements no longer lie as at attach."""
+        now = self.held[self.key]
+        return (
+            now is None or now.shape != self.shape or _order(now.shape, now.stride()) != _order(now.shape, self.strides)
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,6 +58,12 @@ class Entry:
     def flat(self) -> torch.Tensor:
         """Its elements as they lie in memory, 1-d."""
         tensor = self.tensor
+        if self.is_moved:
+            raise refused(
+                f"{self.name} has another memory format than at attach (strides {tensor.stride()}), which local steps "
+                "do not follow; call handle.end_round() and handle.detach() before the change, and attach again behind "
+                "it"
+            )
         if not is_dense(tensor):
             raise refused(
                 f"{self.name} has gaps or overlaps in memory (strides {tensor.stride()}), and local steps need dense "
@@ -81,14 +97,17 @@ class Piece:
     difference: torch.Tensor = dataclasses.field(default_factory=torch.Tensor)
 
     def rows(self) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Each part of the model, 1-d, and its place in the piece."""
+        """Each part of the model, 1-d, and its place in the piece. A buffer that has moved is left alone: in its place
+        is a copy of the global one, which differs by nothing and is thrown away."""
         for part in self.parts:
-            yield part.entry.flat()[part.lo : part.hi], slice(part.offset, part.offset + part.hi - part.lo)
+            entry, place = part.entry, slice(part.offset, part.offset + part.hi - part.lo)
+            is_left = entry.is_buffer and entry.is_moved
+            yield self.values[place].clone() if is_left else entry.flat()[part.lo : part.hi], place
 
 
 def entries(parameters: dict[str, nn.Parameter], module: nn.Module) -> list[Entry]:
     """What is averaged, in the order in which it is cut: parameters, and then floating-point buffers, each once."""
-    found = [Entry(name, {name: parameter}, name) for name, parameter in parameters.items()]
+    found = [Entry(name, {name: each}, name, each.shape, each.stride()) for name, each in parameters.items()]
     seen = set()
     for prefix, each in module.named_modules():
         for key, tensor in each._buffers.items():
@@ -96,10 +115,14 @@ def entries(parameters: dict[str, nn.Parameter], module: nn.Module) -> list[Entr
                 continue
             seen.add(id(tensor))
             name = f"{prefix}.{key}" if prefix else key
-            found.append(
-                Entry(name, each._buffers, key, True, is_persistent=key not in each._non_persistent_buffers_set)
-            )
+            is_persistent = key not in each._non_persistent_buffers_set
+            found.append(Entry(name, each._buffers, key, tensor.shape, tensor.stride(), True, is_persistent))
     return found
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """In which elements lie: dimensions of size 1 do not count."""
+    return [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
 
 
 class Fragments:
@@ -179,6 +202,9 @@ class Fragments:
             for local, place in piece.rows():
                 merge(local, piece.values[place], local_share)
 
+    def moved_buffers(self) -> list[str]:
+        return [each.name for each in self._entries if each.is_buffer and each.is_moved]
+
     def scale_momentum(self, factor: float) -> None:
         for piece in self._all():
             if piece.momentum is not None:
@@ -216,25 +242,25 @@ class Fragments:
         module's state dict lacks."""
         found: dict[str, torch.Tensor] = {} if into is None else into
         for part, elements in self._parts(what):
-            name, tensor = part.entry.name, part.entry.tensor
-            if what == "local" and into is not None and part.entry.is_persistent:
+            entry, name = part.entry, part.entry.name
+            if what == "local" and into is not None and entry.is_persistent:
                 continue
             if name not in found:
-                device = tensor.device if into is None else "cpu"
-                found[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=elements.dtype, device=device)
-            found[name].as_strided((tensor.numel(),), (1,))[part.lo : part.hi] = elements
+                device = elements.device if into is None else "cpu"
+                found[name] = torch.empty_strided(entry.shape, entry.strides, dtype=elements.dtype, device=device)
+            found[name].as_strided((entry.shape.numel(),), (1,))[part.lo : part.hi] = elements
         return found
 
     @torch.no_grad()
     def restore(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """The opposite of ``by_name``. REQUIRES: ``refusal_of`` is None."""
         for part, elements in self._parts(what):
-            name, tensor = part.entry.name, part.entry.tensor
+            entry, name = part.entry, part.entry.name
             if what == "local" and name not in tensors:  # it came with the model
                 continue
-            given = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensors[name].dtype)
+            given = torch.empty_strided(entry.shape, entry.strides, dtype=tensors[name].dtype)
             given.copy_(tensors[name])
-            elements.copy_(given.as_strided((tensor.numel(),), (1,))[part.lo : part.hi])
+            elements.copy_(given.as_strided((entry.shape.numel(),), (1,))[part.lo : part.hi])
 
     def _parts(self, what: str) -> Iterator[tuple[Part, torch.Tensor]]:
         """Each part with its elements of ``values``, ``momentum`` or ``local``, 1-d."""
@@ -246,7 +272,7 @@ class Fragments:
 
     def refusal_of(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         """The first difference between these and the entries, in words."""
-        own = {each.name: tuple(each.tensor.shape) for each in self._entries}
+        own = {each.name: tuple(each.shape) for each in self._entries}
         theirs = {name: tuple(each.shape) for name, each in tensors.items()}
         for name in [*own, *theirs]:
             if own.get(name) != theirs.get(name):

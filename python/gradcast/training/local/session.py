@@ -80,6 +80,7 @@ class LocalStepsSession(TrainingSession):
         pacing = Pacing(accepted, options, group) if options.sync_every == "auto" else None
         self._rounds = Rounds(self._fragments, schedule, self._travel, group, pacing, options)
         self._layout = ModelLayout(accepted.whole, setup.optimizers, accepted.parameters.values())
+        self._told_of_moved = False
         self._step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in setup.optimizers]
         self._hooks.append(setup.optimizers[-1].register_step_post_hook(self._after_step))
@@ -141,15 +142,26 @@ class LocalStepsSession(TrainingSession):
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
         if self.released or is_inner_step(optimizer):
             return
-        if self._rounds.schedule.taken(self._rounds.clock + 1) and self._layout.changed():
-            raise refused(
-                "the module's parameters or those of its optimizer have changed since attach, which local steps do not "
-                "follow; call handle.end_round() and handle.detach() before the change, and attach again after it"
-            )
+        if self._rounds.schedule.taken(self._rounds.clock + 1):
+            self._look_for_changes()
         self._rounds.after_step()
         self.steps = self._rounds.steps
         self._step_ends.append((time.perf_counter_ns(), self._rounds.waited_ns))
         del self._step_ends[: -self._rounds.schedule.every - 1]
+
+    def _look_for_changes(self) -> None:
+        if self._layout.changed():
+            raise refused(
+                "the module's parameters or those of its optimizer have changed since attach, which local steps do not "
+                "follow; call handle.end_round() and handle.detach() before the change, and attach again after it"
+            )
+        moved = self._fragments.moved_buffers()
+        if moved and not self._told_of_moved:
+            self._told_of_moved = True
+            _log.warning(
+                "rank %d: the buffer %s has another shape than at attach, so it is no longer averaged: each rank keeps "
+                "its own; if it has to be averaged, give it its full size before attach", self.group.rank, moved[0],
+            )  # fmt: skip
 
     # --- For the handle ---
 
