@@ -1,9 +1,11 @@
 """Snapshots of one worker: what is refused, what fails, and what stays."""
 
 import dataclasses
+import os
 import pickle
 import random
 import shutil
+import signal
 import time
 
 import pytest
@@ -23,6 +25,20 @@ def train(folder, steps=20, mode="hook", every=4):
     resuming.resumed.clear()
     random.seed(3)
     return program.train(folder, steps=steps, mode=mode, every=every, log=None, waits=True)
+
+
+WRONG = [
+    ({"keep": 0}, "keep=0"),
+    ({"keep": 1.5}, "keep=1.5"),
+    ({"every": 2.5}, "every=2.5"),
+    ({"overhead": float("nan")}, "overhead=nan"),
+    ({"overhead": "3%"}, "overhead='3%'"),
+    ({"write_bytes_per_s": "1e6"}, "write_bytes_per_s='1e6'"),
+    ({"signals": signal.SIGKILL}, "give a list of signals"),
+    ({"signals": [signal.SIGKILL]}, "that a program can handle"),
+    ({"signals": ["SIGTERM"]}, "that a program can handle"),
+    ({"extra": ["scheduler"]}, "extra is a list; give a dict"),
+]
 
 
 def parts(folder):
@@ -85,8 +101,9 @@ def test_a_folder_that_was_not_resumed_is_refused(tmp_path):
         handle.snapshots(tmp_path)
     with pytest.raises(gradcast.Error, match="without state_dict"):
         handle.snapshots(tmp_path / "b", loader=[1])
-    with pytest.raises(gradcast.Error, match="keep=0"):
-        handle.snapshots(tmp_path / "b", keep=0)
+    for wrong, words in WRONG:
+        with pytest.raises(gradcast.Error, match=words):
+            handle.snapshots(tmp_path / "b", **wrong)
     (tmp_path / "file").touch()
     with pytest.raises(gradcast.Error, match="cannot write"):
         handle.snapshots(tmp_path / "file")
@@ -109,7 +126,7 @@ def test_what_was_never_completed_is_not_there(tmp_path):
     (tmp_path / "step-16" / ".metadata").unlink()  # a deletion that was cut off
     assert store.complete_steps(tmp_path) == [20]
     store.remove_leftovers(tmp_path, 20)
-    assert [each.name for each in tmp_path.iterdir()] == ["step-20"]
+    assert [each.name for each in tmp_path.glob("step-*")] == ["step-20"]
 
 
 @pytest.mark.parametrize("cause", ["part", "metadata"])
@@ -136,6 +153,43 @@ def test_a_failure_to_write_is_said_and_leaves_the_last_snapshot(tmp_path, monke
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_forked_child_ends_at_a_signal_that_its_parent_holds_back(tmp_path):
+    module, optimizer, _, _ = parts(tmp_path)
+    handle = gradcast.attach(module, optimizer)
+    handle.snapshots(tmp_path)
+    begun, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tells, b"!")  # Python forgets a signal that comes while it forks
+        time.sleep(20)
+        os._exit(0)
+    os.read(begun, 1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    handle.detach()
+
+
+def test_snapshots_end_where_another_training_takes_the_folder(tmp_path, caplog):
+    train(tmp_path, steps=4)
+    (module, optimizer, _, _), (other, its_optimizer, _, _) = parts(tmp_path), parts(tmp_path)
+    data, found = torch.stack([row for _, row in program.dataset()]), []
+    handles = [gradcast.attach(module, optimizer), gradcast.attach(other, its_optimizer)]
+    for handle in handles:
+        resuming.resumed[tmp_path] = resuming.Resumed(4)  # each in a process of its own
+        found.append(handle.snapshots(tmp_path, every=2))
+    for _ in range(5):
+        for each, its, snapshots in zip((module, other), (optimizer, its_optimizer), found, strict=True):
+            each(data[:2]).sum().backward()
+            its.step()
+            snapshots.wait()
+    for handle in handles:
+        handle.detach()
+    assert [each.stats()["step"] for each in found] == [None, 8]
+    assert "another training writes its snapshots into" in found[0].stats()["error"]
+    assert any("snapshots have ended on rank 0 at step" in each.getMessage() for each in caplog.records)
+    assert store.complete_steps(tmp_path) == [6, 8]
+
+
 def test_snapshots_can_begin_again_in_one_program(tmp_path):
     """What was written stays, and steps count on."""
     (tmp_path / "step-3-best").mkdir()
@@ -150,7 +204,7 @@ def test_snapshots_can_begin_again_in_one_program(tmp_path):
             snapshots.wait()
             assert store.complete_steps(tmp_path)[-1:] == [(step - 1) // 3 * 3][: step > 3]
     handle.detach()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-12", "step-3-best", "step-4.pt", "step-9"]
+    assert sorted(each.name for each in tmp_path.glob("step-*")) == ["step-12", "step-3-best", "step-4.pt", "step-9"]
 
 
 def test_another_training_of_the_program_does_not_go_on_in_the_folder(tmp_path):

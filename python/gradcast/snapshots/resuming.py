@@ -17,6 +17,7 @@ from gradcast.snapshots import store
 from gradcast.snapshots.state import (
     COMMON,
     VERSION,
+    by_name,
     from_bytes,
     group_names,
     local_path,
@@ -66,7 +67,7 @@ def resume(
     Raises Error(invalid_use) on every rank, with the first difference, if the snapshot is of another model or optimizer
     or not whole, or was taken inside a round of local steps of another number of ranks, before anything is changed.
     """
-    folder = Path(folder).resolve()
+    folder, extra = Path(folder).resolve(), by_name(extra)
     session = _session_of(model[0] if isinstance(model, list | tuple) else model)
     group = _workers() if session is None or session.group.own is None else session.group
     step = _newest_step(folder, group)
@@ -77,7 +78,6 @@ def resume(
     module = unwrapped(modules[0]) if modules == [model] else nn.ModuleList(modules)
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
-    extra = extra or {}
     common, own = _objects(reading, group, step, folder)
     rounds, local = None, session if isinstance(session, LocalStepsSession) else None
     failure = None

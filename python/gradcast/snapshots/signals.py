@@ -4,6 +4,7 @@ Thread safety: the main thread, where Python runs handlers.
 """
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ class Signals:
 
     def __init__(self, numbers: Sequence[int], on_first: Callable[[], None]) -> None:
         self.received: int | None = None
+        self._process = os.getpid()
         self._is_over = False
         self._on_first = on_first
         self._before: dict[int, Any] = {}
@@ -26,7 +28,8 @@ class Signals:
                 signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
-        if self._is_over:  # another handler has kept this one and calls it
+        # Another handler has kept this one and calls it, or a forked child has it, which takes no snapshots.
+        if self._is_over or os.getpid() != self._process:
             before = self._before[number]
             if before is signal.SIG_DFL:
                 signal.signal(number, before)

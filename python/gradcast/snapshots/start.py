@@ -1,7 +1,10 @@
 """``handle.snapshots``: checks the call on all ranks, and puts a Snapshots object on the training."""
 
 import contextlib
+import math
+import numbers
 import secrets
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +61,7 @@ def start(
         failure = str(error)
     alike: dict[str, Any] = {name: getattr(options, name) for name in ("overhead", "keep", "every")}
     alike |= {"extra": sorted(options.extra), "loader": options.loader is not None}
-    alike |= {"signals": list(map(int, options.signals)), "plan": before is not None and before.plan is not None}
+    alike |= {"signals": repr(options.signals), "plan": before is not None and before.plan is not None}
     name, place = agree_on_folder(handle._session.group, folder, start_step, alike, failure)
     if before is not None and before.plan is not None:
         handle.load_state_dict(before.plan)
@@ -123,13 +126,17 @@ def agree_on_folder(
             "of these hosts it can be resumed; name a folder that all hosts see if others may take their place",
             folder,
         )
-    place = Place(folder, group.rank, group.world_size, completes=seen[0] == group.rank, shared=shared)
+    place = Place(folder, name, group.rank, group.world_size, completes=seen[0] == group.rank, shared=shared)
     failure = None
     try:
         if place.completes:
+            store.take_over(folder, name)
             store.remove_leftovers(folder, None if shared else start_step)
     except OSError as error:
-        failure = f"what an earlier training has left in {folder} cannot be removed ({error}); remove it"
+        failure = (
+            f"what an earlier training has left in {folder} cannot be removed ({error}); end that training if it still "
+            "runs, or remove it"
+        )
     first = next((each for each in group.gather(failure) if each is not None), None)  # nobody writes before
     if first is not None:
         raise refused(first)
@@ -157,13 +164,20 @@ def _require_arguments(
     options: SnapshotOptions,
 ) -> None:
     """Raises Error(invalid_use). ``goes_on``: from the snapshots in the folder."""
-    overhead, keep, every = options.overhead, options.keep, options.every
+    overhead, keep, every, rate = options.overhead, options.keep, options.every, options.write_bytes_per_s
     if not optimizers:
         raise refused("a snapshot needs the optimizer, which hook mode is not given: handle.snapshots(optimizer=...)")
-    if overhead <= 0 or keep < 1 or (every is not None and every < 1):
-        raise refused(f"overhead={overhead}, keep={keep}, every={every}; give a share above 0, and numbers from 1 on")
-    if options.write_bytes_per_s is not None and options.write_bytes_per_s <= 0:
-        raise refused(f"write_bytes_per_s={options.write_bytes_per_s}; give bytes per second above 0, or leave it out")
+    if not _is_above_0(overhead) or not _is_count(keep) or not (every is None or _is_count(every)):
+        raise refused(
+            f"overhead={overhead!r}, keep={keep!r}, every={every!r}; give a share above 0, and whole numbers from 1 on"
+        )
+    if rate is not None and not _is_above_0(rate):
+        raise refused(f"write_bytes_per_s={rate!r}; give bytes per second above 0, or leave it out")
+    known = set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
+    if not isinstance(options.signals, list | tuple | set) or not known.issuperset(options.signals):
+        raise refused(
+            f"signals={options.signals!r}; give a list of signals that a program can handle, such as [signal.SIGTERM]"
+        )
     for name, each in {"loader": options.loader, **options.extra}.items():
         if each is not None and not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise refused(
@@ -180,6 +194,14 @@ def _require_arguments(
             f"{folder} holds a snapshot of step {steps[-1]}, which this program has not resumed; call "
             "gradcast.resume() before handle.snapshots(), or name another folder"
         )
+
+
+def _is_above_0(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
 
 
 def planned_step(session: TrainingSession) -> PlannedStep | None:

@@ -7,7 +7,7 @@ those of a bare module travel from there. With local steps all of this is each r
 
 import copy
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,15 @@ def owners(parameters: dict[str, nn.Parameter], world_size: int) -> dict[str, in
 def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of the module's state dict, without reading them."""
     return {n: t for n, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+
+
+def by_name(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The argument ``extra`` of the program. Raises Error(invalid_use)."""
+    if not isinstance(extra, Mapping | None):
+        raise refused(
+            f'extra is a {type(extra).__name__}; give a dict of objects by name, as {{"scheduler": scheduler}}'
+        )
+    return dict(extra or {})
 
 
 def to_bytes(value: Any) -> bytes:

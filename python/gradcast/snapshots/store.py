@@ -42,6 +42,7 @@ Path_ = tuple[str, ...]  # of a value in the nested state dict
 PIECE_BYTES = 1 << 20
 LONGEST_WAIT_S = 0.2  # of a piece, for the network
 _LOOK_S = 0.001
+_OWNER = ".training"
 _COMPLETE = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"step-(\d+)\.tmp")
 
@@ -65,6 +66,19 @@ def _steps(folder: Path, pattern: re.Pattern[str], counts: Callable[[Path], bool
 
 def place_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
+
+
+def take_over(folder: Path, name: str) -> None:
+    """From now on the folder is that of these snapshots. Raises OSError."""
+    (folder / _OWNER).write_text(name)
+
+
+def is_taken_over(folder: Path, name: str) -> bool:
+    """Whether other snapshots have come into the folder since ``take_over``."""
+    try:
+        return (folder / _OWNER).read_text() != name
+    except OSError:  # the folder is gone, and comes again with the next snapshot
+        return False
 
 
 def remove_leftovers(folder: Path, beyond: int | None) -> None:

@@ -44,9 +44,11 @@ class SnapshotOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """``completes``: this rank makes the snapshots of its folder complete. ``shared``: all ranks see one folder."""
+    """``name``: of these snapshots. ``completes``: this rank makes those of its folder complete. ``shared``: all ranks
+    see one folder."""
 
     folder: Path
+    name: str
     rank: int
     world_size: int
     completes: bool
@@ -203,7 +205,15 @@ class Writer:
             if not self._has_met and (self._asked_at is not None or self._agreement.is_asked_for_one()):
                 return True
 
+    def _require_own_folder(self) -> None:
+        if self._place.completes and store.is_taken_over(self._place.folder, self._place.name):
+            raise LeftError(
+                f"another training writes its snapshots into {self._place.folder} now; end one of them, or give each a "
+                "folder of its own"
+            )
+
     def _write(self, written: Written) -> _Outcome:
+        self._require_own_folder()
         writing = store.Writing(self._place.folder, written.step, self._place.rank, self._layout, self._pace)
         error, part, network_s = written.failure, b"", None
         if error is None:
@@ -222,6 +232,7 @@ class Writer:
         if self._place.completes:
             results = self._layout.take_in(parts or sent)
             if error is None:
+                self._require_own_folder()
                 try:
                     writing.complete(results, written.paths)
                 except Exception as failure:

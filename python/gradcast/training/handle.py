@@ -259,14 +259,15 @@ class Handle:
         program has not resumed.
         """
         from gradcast.snapshots.start import start
+        from gradcast.snapshots.state import by_name
         from gradcast.snapshots.writer import SnapshotOptions
 
+        options = SnapshotOptions(
+            overhead, keep, every, loader, by_name(extra), write_bytes_per_s, over_network, signals
+        )
         if self._snapshots is not None:
             self._snapshots.close()
         self.flush()  # blocks in flight share the group on which ranks agree
-        options = SnapshotOptions(
-            overhead, keep, every, loader, dict(extra or {}), write_bytes_per_s, over_network, signals
-        )
         self._snapshots = start(self, self._require_module(), folder, optimizer, options)
         return self._snapshots
 
