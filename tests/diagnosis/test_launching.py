@@ -144,7 +144,6 @@ def test_where_the_script_uses_the_profiler_nothing_is_told_and_the_steps_are_ma
         assert any(event.name == "aten::add" for event in scripts.events())
 
 
-@pytest.mark.slow
 def recorded_names(rank):
     """The names of what is recorded where the backend's thread wakes this one and goes on later."""
 
@@ -166,6 +165,7 @@ def test_recording_stops_when_the_backend_has_ended_its_records(ranks):
         assert "gloo:all_reduce" in names
 
 
+@pytest.mark.slow
 def test_before_a_schedule_of_the_script_begins_the_steps_are_made_as_well():
     scripts = profiler(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))
     scripts.start()
