@@ -137,10 +137,6 @@ AccumulationHooks::~AccumulationHooks() {
 
 void AccumulationHooks::install(const std::vector<at::Tensor>& parameters) {
   hooked_.resize(parameters.size());
-  {
-    const MutexLock lock(mutex_);
-    armed_.resize(parameters.size());
-  }
   for (size_t i = 0; i < parameters.size(); ++i)
     hook(i, accumulator_of(parameters[i]));
 }
@@ -184,25 +180,28 @@ void AccumulationHooks::follow_layout(std::vector<Place> places, std::vector<int
 py::list AccumulationHooks::arm(int64_t task, const py::list& views, const std::vector<int64_t>& special,
                                 double scale) {
   const at::Tensor scale_tensor = at::native::wrapped_scalar_tensor(scale);
-  py::list unmade;  // made without the lock: Python may collect garbage here, and call these functions
-  const MutexLock lock(mutex_);
-  task_ = task;
-  for (size_t i = 0; i < armed_.size(); ++i)
-    armed_[i] = Armed{THPVariable_Unpack(py::handle(views[i]).ptr()), addresses_.at(i), !gradient_of(i).defined(),
-                      scale, scale_tensor};
+  std::vector<std::optional<Armed>> armed;
+  for (size_t i = 0; i < hooked_.size(); ++i)
+    armed.push_back(Armed{THPVariable_Unpack(py::handle(views[i]).ptr()), addresses_.at(i), !gradient_of(i).defined(),
+                          scale, scale_tensor});
   for (const int64_t index : special)
-    armed_.at(index).reset();
-  for (size_t i = 0; i < armed_.size(); ++i)
-    if (armed_[i] && armed_[i]->is_pending) unmade.append(views[i]);
+    armed.at(index).reset();
+  py::list unmade;
+  for (size_t i = 0; i < armed.size(); ++i)
+    if (armed[i] && armed[i]->is_pending) unmade.append(views[i]);
+  replace_armed(task, std::move(armed));
   return unmade;
 }
 
-void AccumulationHooks::disarm() {
-  std::vector<std::optional<Armed>> dropped;
+// Drops what was armed before without the lock: that may free an object of Python's, which may call these functions.
+void AccumulationHooks::replace_armed(int64_t task, std::vector<std::optional<Armed>> armed) {
   const MutexLock lock(mutex_);
-  task_ = kNoTask;
-  dropped.resize(armed_.size());
-  armed_.swap(dropped);
+  task_ = task;
+  armed_.swap(armed);
+}
+
+void AccumulationHooks::disarm() {
+  replace_armed(kNoTask, {});
 }
 
 std::pair<std::vector<int64_t>, std::vector<at::Tensor>> AccumulationHooks::take_sent() {

@@ -83,6 +83,7 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
     at::Tensor scale_tensor;  // a number, for torch; one for all
   };
 
+  void replace_armed(int64_t task, std::vector<std::optional<Armed>> armed) GC_EXCLUDES(mutex_);
   at::Tensor& gradient_of(size_t index) const;
   std::optional<Armed> claim(size_t index) GC_EXCLUDES(mutex_);
   bool send(size_t index) GC_EXCLUDES(mutex_);

@@ -121,7 +121,7 @@ C10dTransport::Buffer C10dTransport::make_buffer(const at::Tensor& tensor) const
   return buffer;
 }
 
-const C10dTransport::Buffer& C10dTransport::buffer_at(int32_t index) const {
+C10dTransport::Buffer& C10dTransport::buffer_at(int32_t index) {
   if (index < 0 || static_cast<size_t>(index) >= buffers_.size()) {
     throw std::invalid_argument("there is no buffer " + std::to_string(index) + "; the transport has " +
                                 std::to_string(buffers_.size()));
@@ -253,22 +253,21 @@ void C10dTransport::forget_ranges() {
 }
 
 void C10dTransport::replace_buffer(int32_t buffer, const at::Tensor& tensor) {
-  const at::Tensor& before = buffer_at(buffer).tensor;
-  if (tensor.numel() != before.numel() || tensor.scalar_type() != before.scalar_type() ||
-      tensor.device() != before.device()) {
+  Buffer& changed = buffer_at(buffer);
+  if (tensor.numel() != changed.tensor.numel() || tensor.scalar_type() != changed.tensor.scalar_type() ||
+      tensor.device() != changed.tensor.device()) {
     throw std::invalid_argument("a buffer can be replaced by one of the same size, type and device only");
   }
   Buffer replaced = make_buffer(tensor);
-  Buffer& changed = buffers_[static_cast<size_t>(buffer)];
   replaced.segments = std::move(changed.segments);
   replaced.residual = std::move(changed.residual);
   changed = std::move(replaced);
 }
 
 void C10dTransport::set_groups(int32_t buffer, std::vector<GroupSegment> segments, const at::Tensor& residual) {
-  const Buffer& known = buffer_at(buffer);
-  if (known.tensor.scalar_type() != at::kFloat || residual.scalar_type() != at::kFloat ||
-      residual.numel() != known.tensor.numel() || !residual.is_contiguous() || !residual.is_cpu()) {
+  Buffer& changed = buffer_at(buffer);
+  if (changed.tensor.scalar_type() != at::kFloat || residual.scalar_type() != at::kFloat ||
+      residual.numel() != changed.tensor.numel() || !residual.is_contiguous() || !residual.is_cpu()) {
     throw std::invalid_argument("a residual is a contiguous host tensor of the size and type of an fp32 buffer");
   }
   int64_t end = 0;
@@ -279,14 +278,12 @@ void C10dTransport::set_groups(int32_t buffer, std::vector<GroupSegment> segment
     }
     end = segment.first + segment.count;
   }
-  Buffer& changed = buffers_[static_cast<size_t>(buffer)];
-  changed.segments = std::move(segments);
+  changed.segments = std::make_shared<std::vector<GroupSegment>>(std::move(segments));
   changed.residual = lend(residual);
 }
 
 void C10dTransport::send_residual(int32_t buffer, int64_t first, bool sends) {
-  static_cast<void>(buffer_at(buffer));
-  std::vector<GroupSegment>& segments = buffers_[static_cast<size_t>(buffer)].segments;
+  std::vector<GroupSegment>& segments = *buffer_at(buffer).segments;
   const auto found = std::ranges::lower_bound(segments, first, {}, &GroupSegment::first);
   if (found == segments.end() || found->first != first) {
     throw std::invalid_argument("no segment of groups begins at element " + std::to_string(first));

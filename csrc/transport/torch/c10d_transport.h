@@ -77,13 +77,14 @@ class C10dTransport final : public Transport {
     at::Tensor tensor;                     // as the backend gets it
     std::string backend;                   // its name, for errors
     std::shared_ptr<DeviceStream> stream;  // nullptr on the CPU
-    std::vector<GroupSegment> segments{};  // of the wire format int8
-    at::Tensor residual{};                 // likewise
+    // Of the wire format int8:
+    std::shared_ptr<std::vector<GroupSegment>> segments = std::make_shared<std::vector<GroupSegment>>();
+    at::Tensor residual{};
   };
   struct Flight;
 
   Buffer make_buffer(const at::Tensor& tensor) const;
-  const Buffer& buffer_at(int32_t index) const;
+  Buffer& buffer_at(int32_t index);
   bool goes_as_messages(const Operation& operation, const Buffer& buffer) const;
   void launch(const Operation& operation);
 

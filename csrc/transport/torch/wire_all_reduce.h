@@ -19,7 +19,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -41,7 +40,7 @@ struct WireBlock {
   at::Tensor residual;  // see wire_codec.h; undefined without 8-bit numbers
   std::vector<Range> ranges;
   Encoding encoding = Encoding::kFloat32;
-  std::span<const GroupSegment> segments{};  // see BlockPieces
+  GroupSegments segments;  // see BlockPieces
 };
 
 class WireAllReduce {

@@ -17,12 +17,12 @@ int64_t Piece::encoded_bytes() const {
   return int8_group_bytes(count);
 }
 
-BlockPieces::BlockPieces(std::vector<Range> ranges, int world_size, Encoding encoding,
-                         std::span<const GroupSegment> segments)
-    : ranges_(std::move(ranges)), world_size_(world_size), encoding_(encoding), segments_(segments) {
-  for (const Range& range : ranges_)
-    element_count_ += range.size_bytes() / kElementBytes;
-}
+BlockPieces::BlockPieces(std::vector<Range> ranges, int world_size, Encoding encoding, GroupSegments segments)
+    : ranges_(std::move(ranges)),
+      world_size_(world_size),
+      encoding_(encoding),
+      segments_(std::move(segments)),
+      element_count_(size_bytes(ranges_) / kElementBytes) {}
 
 int64_t BlockPieces::element_count(int owner) const {
   int64_t count = 0;

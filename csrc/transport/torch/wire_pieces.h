@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <span>
+#include <memory>
 #include <vector>
 
 #include "gradcast/types.h"
@@ -42,6 +42,9 @@ struct GroupSegment {
   bool sends_residual = true;
 };
 
+// Shared, since a thread that an abort has left behind may still read them.
+using GroupSegments = std::shared_ptr<const std::vector<GroupSegment>>;
+
 // The most elements of a piece, so that a core's cache holds it.
 constexpr int64_t kPieceElements = 32768;
 
@@ -49,7 +52,7 @@ class BlockPieces {
  public:
   // A block of these ranges of a buffer of fp32 numbers, all of them in `encoding`; or, if there are `segments`
   // (ascending), in groups. REQUIRES: with segments, ranges begin and end at multiples of kInt8GroupElements.
-  BlockPieces(std::vector<Range> ranges, int world_size, Encoding encoding, std::span<const GroupSegment> segments);
+  BlockPieces(std::vector<Range> ranges, int world_size, Encoding encoding, GroupSegments segments);
 
   // Calls visit(const Piece&) for those of one owner, ascending.
   template <typename Visit>
@@ -69,13 +72,13 @@ class BlockPieces {
   std::vector<Range> ranges_;
   int world_size_;
   Encoding encoding_;
-  std::span<const GroupSegment> segments_;
-  int64_t element_count_ = 0;
+  GroupSegments segments_;
+  int64_t element_count_;
 };
 
 template <typename Visit>
 void BlockPieces::for_each(int owner, const Visit& visit) const {
-  if (segments_.empty()) {
+  if (segments_->empty()) {
     visit_part(owner, visit);
   } else {
     visit_groups(owner, visit);
@@ -100,8 +103,8 @@ void BlockPieces::visit_groups(int owner, const Visit& visit) const {
   for (const Range& range : ranges_) {
     const int64_t lo = range.lo_bytes / kElementBytes, hi = range.hi_bytes / kElementBytes;
     const auto ends_before = [lo](const GroupSegment& each) { return each.first + each.count <= lo; };
-    auto segment = std::partition_point(segments_.begin(), segments_.end(), ends_before);
-    for (; segment != segments_.end() && segment->first < hi; ++segment) {
+    auto segment = std::partition_point(segments_->begin(), segments_->end(), ends_before);
+    for (; segment != segments_->end() && segment->first < hi; ++segment) {
       const int64_t begin = std::max(lo - segment->first, int64_t{0}) / kInt8GroupElements;
       const int64_t end = std::min(hi - segment->first, segment->count);
       const int64_t lead = (owner - segment->first_owner - begin) % world_size_;
