@@ -38,7 +38,7 @@ void TransportDriver::start(int64_t ticket, std::vector<Range> ranges, Op op, in
 }
 
 std::optional<std::string> TransportDriver::wait(int64_t ticket, int64_t timeout_ns) {
-  const int64_t deadline_ns = timeout_ns < 0 ? kNever : steady_now_ns() + timeout_ns;
+  const int64_t deadline_ns = deadline_after(timeout_ns);
   MutexLock lock(mutex_);
   const std::string* error = nullptr;
   while ((error = completion_of(ticket)) == nullptr && steady_now_ns() < deadline_ns) {

@@ -30,11 +30,6 @@ const EngineOptions& checked(const EngineOptions& options) {
   return options;
 }
 
-int64_t deadline_of(int64_t timeout_ns) {
-  const int64_t now_ns = steady_now_ns();
-  return timeout_ns < 0 || timeout_ns > kNever - now_ns ? kNever : now_ns + timeout_ns;
-}
-
 }  // namespace
 
 Engine::Loop::Loop(Transport& transport, const EngineOptions& options)
@@ -87,12 +82,9 @@ int64_t Engine::Loop::begin() {
   arrivals_.clear();
   recorder_.begin(iteration_, plan_version_, plan_->tensor_names.size(), plan_->plan.blocks.size());
   // Posted under the lock, so that no gradient of this iteration is posted before it.
-  Event event;
-  event.kind = Event::Kind::kBegin;
-  event.plan = plan_;
   // The first block needs its gradients; before those the thread has nothing to do.
   const size_t needed = plan_->block_count() > 0 ? plan_->block_tensors.front().size() : 0;
-  GC_CHECK(queue_.push(std::move(event), Queue::Wake::kCounted, needed));
+  GC_CHECK(queue_.push({.kind = Event::Kind::kBegin, .plan = plan_}, Queue::Wake::kCounted, needed));
   return iteration_;
 }
 
@@ -110,14 +102,11 @@ void Engine::Loop::on_ready(int32_t tensor) {
     }
     ready_ns = steady_now_ns();
   }
-  Event event;
-  event.kind = Event::Kind::kReady;
-  event.subject = tensor;
-  GC_CHECK(queue_.push(std::move(event), Queue::Wake::kCounted));
+  GC_CHECK(queue_.push({Event::Kind::kReady, tensor}, Queue::Wake::kCounted));
 }
 
 bool Engine::Loop::wait(Tensors tensors, int64_t timeout_ns, Progress until) {
-  const int64_t deadline_ns = deadline_of(timeout_ns);
+  const int64_t deadline_ns = deadline_after(timeout_ns);
   MutexLock lock(mutex_);
   require_open();
   if (!failure_) {
@@ -261,7 +250,7 @@ void Engine::Loop::require_tensor(int32_t tensor) const {
 // Throws a new exception each time: several threads must not share one object.
 void Engine::Loop::throw_latched() const {
   if (failure_) {
-    throw Error(failure_->code, failure_->message);
+    throw Error(*failure_);
   }
   throw Error(ErrorCode::kCommunication, "the engine was shut down while iteration " + std::to_string(iteration_) +
                                              " was waited for; wait for all gradients before shutting down");

@@ -20,6 +20,12 @@ inline int64_t steady_now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
+// The steady clock's time after so many ns; kNever for a negative number, and for one that the clock does not reach.
+inline int64_t deadline_after(int64_t timeout_ns) {
+  const int64_t now_ns = steady_now_ns();
+  return timeout_ns < 0 || timeout_ns > kNever - now_ns ? kNever : now_ns + timeout_ns;
+}
+
 // Returns at this time of the steady clock, or at once if it has passed.
 inline void sleep_until(int64_t time_ns) {
   std::this_thread::sleep_until(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(time_ns)));

@@ -209,6 +209,15 @@ def test_a_driver_refuses_what_it_cannot_start_and_ends_what_it_has():
     assert driver.wait(0, PATIENCE_NS) == "the driver was closed"
     with pytest.raises(gradcast.Error, match="the driver is closed"):
         driver.start(3, [(0, 4)])
+    # The longest wait is not over at once.
+    world = _testing.InprocWorld(2)
+    first, second = (_testing.TransportDriver(world.transport(rank, [array("f", [1.0])])) for rank in range(2))
+    first.start(0, [(0, 4)])
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(first.wait, 0, 2**63 - 1)
+        time.sleep(0.01)
+        second.start(0, [(0, 4)])
+        assert waiting.result() == ""
     # One that is forgotten ends by itself, also with an operation in flight.
     forgotten = _testing.TransportDriver(_testing.InprocWorld(2).transport(0, [array("f", [1.0])]))
     forgotten.start(0, [(0, 4)])

@@ -27,6 +27,7 @@ int32_t nccl_version();
 std::string version_text(int32_t version);  // "2.28.9"
 
 using Event = std::unique_ptr<CUevent_st, decltype([](cudaEvent_t event) { cudaEventDestroy(event); })>;
+using Stream = std::unique_ptr<CUstream_st, decltype([](cudaStream_t stream) { cudaStreamDestroy(stream); })>;
 
 // Makes a device the calling thread's current one for a scope.
 class OnDevice {

@@ -1,18 +1,18 @@
 #include "transport/nccl/communicator.h"
 
 #include <cstring>
-#include <thread>
 
 #include "gradcast/error.h"
+#include "platform/clock.h"
 #include "transport/nccl/calls.h"
 
 namespace gradcast {
 namespace {
 
 // Between two polls: far below what a block takes, and cheap.
-constexpr auto kPause = std::chrono::microseconds(20);
+constexpr int64_t kPauseNs = 20'000;
 // How long the destructor waits for the other ranks before it aborts the communicator instead.
-constexpr auto kFarewell = std::chrono::seconds(1);
+constexpr int64_t kFarewellNs = 1'000'000'000;
 
 ncclUniqueId unique_of(const std::string& id, int32_t rank) {
   ncclUniqueId unique{};
@@ -36,12 +36,12 @@ Communicator::Communicator(const std::string& id, int32_t rank, int32_t world_si
   const ncclUniqueId unique = unique_of(id, rank);
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
-  const auto deadline = Clock::now() + std::chrono::nanoseconds(options.connect_timeout_ns);
+  const int64_t deadline_ns = deadline_after(options.connect_timeout_ns);
   const std::string action = "connect rank " + std::to_string(rank) + " of " + std::to_string(world_size);
   require(ncclCommInitRankConfig(&communicator_, world_size, unique, rank, &config), action, communicator_);
   is_connected_ = true;
   try {
-    settle(deadline, action, [] {});
+    settle(deadline_ns, action, [] {});
   } catch (...) {
     give_up();  // the destructor of what was never constructed does not run
     throw;
@@ -55,19 +55,18 @@ void Communicator::register_memory(void* data, int64_t size_bytes) {
   }
 }
 
-void Communicator::settle(Clock::time_point deadline, const std::string& action,
-                          const std::function<void()>& meanwhile) {
+void Communicator::settle(int64_t deadline_ns, const std::string& action, const std::function<void()>& meanwhile) {
   ncclResult_t state = ncclInProgress;
   while (true) {
     require(ncclCommGetAsyncError(communicator_, &state), action, communicator_);
     if (state != ncclInProgress) break;
     meanwhile();
-    if (Clock::now() > deadline) {
+    if (steady_now_ns() > deadline_ns) {
       give_up();
       throw Error(ErrorCode::kCommunication,
                   "NCCL could not " + action + " in time: not every rank has come; NCCL_DEBUG=INFO shows which have");
     }
-    std::this_thread::sleep_for(kPause);
+    sleep_until(steady_now_ns() + kPauseNs);
   }
   require(state, action, communicator_);
 }
@@ -105,11 +104,11 @@ Communicator::~Communicator() {
 bool Communicator::say_farewell() noexcept {
   const ncclResult_t begun = ncclCommFinalize(communicator_);
   if (begun != ncclSuccess && begun != ncclInProgress) return false;
-  const auto deadline = Clock::now() + kFarewell;
+  const int64_t deadline_ns = steady_now_ns() + kFarewellNs;
   ncclResult_t state = ncclInProgress;
   while (ncclCommGetAsyncError(communicator_, &state) == ncclSuccess && state == ncclInProgress &&
-         Clock::now() < deadline) {
-    std::this_thread::sleep_for(kPause);
+         steady_now_ns() < deadline_ns) {
+    sleep_until(steady_now_ns() + kPauseNs);
   }
   return state == ncclSuccess;
 }

@@ -8,7 +8,6 @@
 
 #include <nccl.h>
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -21,8 +20,6 @@ namespace gradcast {
 
 class Communicator {
  public:
-  using Clock = std::chrono::steady_clock;
-
   // Collective. Throws as make_nccl_transport does.
   Communicator(const std::string& id, int32_t rank, int32_t world_size, const NcclOptions& options);
   // Ends the communicator cleanly if all ranks end it in time and nothing has failed; otherwise aborts it.
@@ -38,7 +35,7 @@ class Communicator {
   // Waits until NCCL has carried out a call that it has accepted. The first operations of a kind connect the ranks, so
   // they wait for the slowest one. Calls `meanwhile`, which may throw, between two polls. Throws Error{kCommunication}
   // after the deadline and aborts the communicator.
-  void settle(Clock::time_point deadline, const std::string& action, const std::function<void()>& meanwhile);
+  void settle(int64_t deadline_ns, const std::string& action, const std::function<void()>& meanwhile);
 
   // What has gone wrong with the communicator, on this rank or on a peer; nothing if it is healthy.
   std::optional<std::string> failure() noexcept;

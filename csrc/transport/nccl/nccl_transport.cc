@@ -2,7 +2,6 @@
 // event for its end.
 #include <nccl.h>
 
-#include <chrono>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -22,7 +21,6 @@ namespace {
 
 // Between two polls of what is under way: far below what a block takes, and cheap.
 constexpr int64_t kPauseNs = 20'000;
-using Clock = std::chrono::steady_clock;
 
 class NcclTransport final : public QueuedTransport {
  public:
@@ -36,10 +34,9 @@ class NcclTransport final : public QueuedTransport {
     int64_t ticket;
     std::string what_failed;
     Event ended;
-    Clock::time_point begun_at;
+    int64_t begun_ns;
   };
 
-  void acquire(const std::string& id, const NcclOptions& options);
   void settle(const Operation& operation);
   void launch(const Operation& operation) noexcept;
   Event recorded_event();
@@ -53,8 +50,8 @@ class NcclTransport final : public QueuedTransport {
   void release() noexcept override;
 
   const int32_t device_;
-  const std::chrono::nanoseconds timeout_;
-  cudaStream_t stream_ = nullptr;
+  const int64_t timeout_ns_;
+  Stream stream_;
   // The thread's own from open() to close().
   std::optional<Communicator> communicator_;
   StreamPoints flights_;
@@ -64,7 +61,7 @@ class NcclTransport final : public QueuedTransport {
 
 NcclTransport::NcclTransport(const std::string& id, int32_t rank, int32_t world_size, std::vector<HostBuffer> buffers,
                              const NcclOptions& options)
-    : QueuedTransport(std::move(buffers), "NCCL"), device_(options.device), timeout_(options.operation_timeout_ns) {
+    : QueuedTransport(std::move(buffers), "NCCL"), device_(options.device), timeout_ns_(options.operation_timeout_ns) {
   rank_ = rank;
   world_size_ = world_size;
   int device_count = 0;
@@ -73,20 +70,13 @@ NcclTransport::NcclTransport(const std::string& id, int32_t rank, int32_t world_
                                             std::to_string(device_count) +
                                             "; train on the CPU with Gloo or MPI instead");
   }
-  try {
-    acquire(id, options);
-  } catch (...) {
-    release();  // the destructor of what was never constructed does not run
-    throw;
-  }
-}
-
-void NcclTransport::acquire(const std::string& id, const NcclOptions& options) {
   const OnDevice current(device_);
   int lowest = 0;
   int highest = 0;
   require(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "name its priorities");
-  require(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "make a stream");
+  cudaStream_t made = nullptr;
+  require(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, highest), "make a stream");
+  stream_.reset(made);
   communicator_.emplace(id, rank_, world_size_, options);
   for (const HostBuffer& buffer : buffers_) {
     communicator_->register_memory(buffer.data, buffer.size_bytes);
@@ -97,7 +87,7 @@ void NcclTransport::acquire(const std::string& id, const NcclOptions& options) {
 // is aborted, which also ends the kernels of earlier operations, so their results cannot be trusted.
 void NcclTransport::settle(const Operation& operation) {
   try {
-    communicator_->settle(Clock::now() + timeout_, "start a block", [this] {
+    communicator_->settle(deadline_after(timeout_ns_), "start a block", [this] {
       if (gate_.aborted()) {
         throw Error(ErrorCode::kCommunication, "given up");  // nobody sees this: the abort has completed everything
       }
@@ -117,7 +107,7 @@ void NcclTransport::launch(const Operation& operation) noexcept {
     operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_half(operation);
     settle(operation);
     const std::shared_ptr<const Flight> flight(
-        new Flight{operation.ticket, what_failed(operation, ""), recorded_event(), Clock::now()});
+        new Flight{operation.ticket, what_failed(operation, ""), recorded_event(), steady_now_ns()});
     flights_.add({[this, flight] { return has_ended(*flight); },
                   [this, flight](const std::exception_ptr&) { gate_.complete(flight->ticket, nullptr); }});
     gate_.queued(operation.ticket);
@@ -131,7 +121,7 @@ Event NcclTransport::recorded_event() {
   cudaEvent_t made = nullptr;
   require(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
   Event event(made);
-  require(cudaEventRecord(event.get(), stream_), "record an event");
+  require(cudaEventRecord(event.get(), stream_.get()), "record an event");
   return event;
 }
 
@@ -143,7 +133,7 @@ void NcclTransport::reduce_in_place(const Operation& operation) {
   for (const Range& range : ranges_of(operation)) {
     auto* place = static_cast<char*>(buffer.data) + range.lo_bytes;
     const auto count = static_cast<size_t>(range.size_bytes() / element_bytes(buffer.element));
-    result = ncclAllReduce(place, place, count, type_of(buffer.element), ncclSum, communicator_->get(), stream_);
+    result = ncclAllReduce(place, place, count, type_of(buffer.element), ncclSum, communicator_->get(), stream_.get());
     if (result != ncclSuccess && result != ncclInProgress) {
       break;
     }
@@ -169,9 +159,9 @@ void NcclTransport::run_half(const Operation& operation) {
     for (const Range& range : ranges_of(operation)) {
       char* own = gradients + range.lo_bytes;
       const auto size = static_cast<size_t>(range.size_bytes());
-      require(
-          cudaMemcpyAsync(is_inward ? place : own, is_inward ? own : place, size, cudaMemcpyDeviceToDevice, stream_),
-          "copy a block");
+      require(cudaMemcpyAsync(is_inward ? place : own, is_inward ? own : place, size, cudaMemcpyDeviceToDevice,
+                              stream_.get()),
+              "copy a block");
       place += size;
     }
   };
@@ -187,19 +177,19 @@ void NcclTransport::run_half(const Operation& operation, char* message, int64_t 
   char* const own = message + part_bytes * rank_;
   const ncclResult_t result =
       operation.op == Op::kReduceScatter
-          ? ncclReduceScatter(message, own, count, type_of(element), ncclSum, communicator_->get(), stream_)
-          : ncclAllGather(own, message, count, type_of(element), communicator_->get(), stream_);
+          ? ncclReduceScatter(message, own, count, type_of(element), ncclSum, communicator_->get(), stream_.get())
+          : ncclAllGather(own, message, count, type_of(element), communicator_->get(), stream_.get());
   require(result, "start half of an all-reduce", communicator_->get());
 }
 
 // Freeing and allocating are ordered on the stream, so a larger message can replace one that is still in use.
 char* NcclTransport::message_memory(size_t size_bytes) {
   if (size_bytes <= message_bytes_) return message_;
-  if (message_ != nullptr) require(cudaFreeAsync(message_, stream_), "give memory back");
+  if (message_ != nullptr) require(cudaFreeAsync(message_, stream_.get()), "give memory back");
   message_ = nullptr;
   message_bytes_ = 0;
   void* memory = nullptr;
-  require(cudaMallocAsync(&memory, size_bytes, stream_), "hold a block on its way");
+  require(cudaMallocAsync(&memory, size_bytes, stream_.get()), "hold a block on its way");
   message_ = static_cast<char*>(memory);
   message_bytes_ = size_bytes;
   return message_;
@@ -241,9 +231,8 @@ bool NcclTransport::has_ended(const Flight& flight) noexcept {
 
 // NCCL itself never notices that another rank of this host has given up or never comes.
 void NcclTransport::check_time(const Flight& flight) noexcept {
-  if (Clock::now() - flight.begun_at < timeout_) return;
-  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(timeout_).count();
-  gate_.abort((flight.what_failed + "it has not ended in " + std::to_string(ms) +
+  if (steady_now_ns() - flight.begun_ns < timeout_ns_) return;
+  gate_.abort((flight.what_failed + "it has not ended in " + std::to_string(timeout_ns_ / 1'000'000) +
                " ms; another rank has stopped, or is slower than NcclOptions::operation_timeout_ns allows")
                   .c_str());
 }
@@ -251,12 +240,9 @@ void NcclTransport::check_time(const Flight& flight) noexcept {
 void NcclTransport::release() noexcept {
   if (communicator_ && gate_.aborted()) communicator_->give_up();
   communicator_.reset();
-  if (message_ != nullptr) cudaFreeAsync(message_, stream_);
+  if (message_ != nullptr) cudaFreeAsync(message_, stream_.get());
   message_ = nullptr;
-  if (stream_ != nullptr) {
-    cudaStreamDestroy(stream_);
-    stream_ = nullptr;
-  }
+  stream_.reset();
 }
 
 }  // namespace
