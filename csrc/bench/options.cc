@@ -134,12 +134,12 @@ const std::map<std::string, Setter>& setters() {
 
 BenchOptions parse_options(int argc, char** argv) {
   BenchOptions options;
-  bool sweep = false;
-  bool schedule = false;
-  bool overhead = false;
-  const std::map<std::string, bool*> flags = {{"sweep", &sweep},         {"schedule", &schedule},
-                                              {"overhead", &overhead},   {"json", &options.json},
-                                              {"parts", &options.parts}, {"help", &options.help}};
+  const std::map<std::string, bool*> flags = {{"sweep", &options.runs_sweep},
+                                              {"schedule", &options.runs_schedule},
+                                              {"overhead", &options.runs_overhead},
+                                              {"json", &options.json},
+                                              {"parts", &options.parts},
+                                              {"help", &options.help}};
   std::vector<option> known;
   for (const auto& [name, flag] : flags) {
     known.push_back({name.c_str(), no_argument, nullptr, 0});
@@ -167,10 +167,8 @@ BenchOptions parse_options(int argc, char** argv) {
     throw Error(ErrorCode::kInvalidOption,
                 std::string("'") + argv[optind] + "' is not an option; gradcast-bench --help lists them");
   }
-  if (sweep || schedule || overhead) {
-    options.runs_sweep = sweep;
-    options.runs_schedule = schedule;
-    options.runs_overhead = overhead;
+  if (!options.runs_sweep && !options.runs_schedule && !options.runs_overhead) {
+    options.runs_sweep = options.runs_schedule = options.runs_overhead = true;
   }
   if (options.sweep.bytes_max < options.sweep.bytes_min) {
     throw Error(ErrorCode::kInvalidOption, "--bytes-max is below --bytes-min");

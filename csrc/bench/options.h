@@ -16,9 +16,9 @@ struct BenchOptions {
   bool help = false;
   bool json = false;
   bool parts = false;
-  bool runs_sweep = true;
-  bool runs_schedule = true;
-  bool runs_overhead = true;
+  bool runs_sweep = false;
+  bool runs_schedule = false;
+  bool runs_overhead = false;
   std::string transport = "inproc";  // or "mpi", "nccl"
   int32_t rank_count = 4;            // inproc: threads
   InprocCost network;                // inproc: what it emulates

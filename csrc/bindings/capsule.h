@@ -1,4 +1,4 @@
-// Transports cross from one Python module to another in a capsule, whose name is the version of the interface.
+// What crosses from one Python module to another does so in a capsule, whose name is the version of the interface.
 //
 // Thread safety: any thread that holds the GIL.
 #pragma once
@@ -25,14 +25,18 @@ inline Transport& transport_of(const pybind11::object& object) {
   return *static_cast<Transport*>(PyCapsule_GetPointer(capsule.ptr(), kTransportCapsule));
 }
 
-// A capsule for a transport that `owner` keeps alive; the capsule keeps the owner.
-inline pybind11::object make_capsule(Transport& transport, const pybind11::object& owner) {
+// A capsule of this name for an object that `owner` keeps alive; the capsule keeps the owner.
+inline pybind11::object make_capsule(void* object, const char* name, const pybind11::object& owner) {
   const auto release = [](PyObject* capsule) { Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule))); };
-  PyObject* capsule = PyCapsule_New(&transport, kTransportCapsule, release);
+  PyObject* capsule = PyCapsule_New(object, name, release);
   if (capsule == nullptr || PyCapsule_SetContext(capsule, owner.inc_ref().ptr()) != 0) {
     throw pybind11::error_already_set();
   }
   return pybind11::reinterpret_steal<pybind11::object>(capsule);
+}
+
+inline pybind11::object make_capsule(Transport& transport, const pybind11::object& owner) {
+  return make_capsule(&transport, kTransportCapsule, owner);
 }
 
 }  // namespace gradcast

@@ -73,15 +73,9 @@ bool wait_all(BoundEngine& engine, int64_t timeout_ns, bool queued) {
   return wait_without_gil(timeout_ns, [&](int64_t time_ns) { return engine.wait_all(time_ns, until(queued)); });
 }
 
-// The capsule keeps the engine.
 py::object sink_of(const py::object& engine) {
   GradientSink& sink = engine.cast<BoundEngine&>();
-  const auto release = [](PyObject* capsule) { Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule))); };
-  PyObject* capsule = PyCapsule_New(&sink, kGradientSinkCapsule, release);
-  if (capsule == nullptr || PyCapsule_SetContext(capsule, engine.inc_ref().ptr()) != 0) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(capsule);
+  return make_capsule(&sink, kGradientSinkCapsule, engine);
 }
 
 void bind_records(py::module_& module) {

@@ -77,8 +77,7 @@ void bind_networks(py::module_& module) {
       },
       py::kw_only(), py::arg("intra_node"), py::arg("inter_node"), py::arg("node_count"), py::arg("workers_per_node"));
   module.def("networks", [] { return py::tuple(py::cast(networks())); });
-  module.def(
-      "network", [](const std::string& name) { return network(name); }, py::arg("name"));
+  module.def("network", &network, py::arg("name"));
 }
 
 }  // namespace
@@ -111,8 +110,7 @@ void bind_link(py::module_& module) {
            py::arg("reduce_scatter") = std::vector<LinkPiece>{}, py::arg("all_gather") = std::vector<LinkPiece>{},
            py::arg("pack_ns_per_byte") = 0.0)
       .def("scaled", &scaled, py::arg("alpha_factor"), py::arg("beta_factor"))
-      .def_static(
-          "from_json", [](const std::string& text) { return link_from_json(text); }, py::arg("text"))
+      .def_static("from_json", &link_from_json, py::arg("text"))
       .def("to_json", [](const LinkModel& link) { return to_json(link); })
       .def(py::self == py::self);
 

@@ -47,8 +47,7 @@ std::string block_text(const FollowedPlan& plan, int32_t block) {
 
 std::string waiting_text(const FollowedPlan& plan, const IterationRecord& record, int64_t now_ns) {
   // Blocks start in order, so the first that has not finished is the oldest on the network or the next to start.
-  const auto first = std::find_if(record.blocks.begin(), record.blocks.end(),
-                                  [](const BlockRecord& block) { return block.finish_ns == 0; });
+  const auto first = std::ranges::find(record.blocks, 0, &BlockRecord::finish_ns);
   if (first == record.blocks.end()) {
     return "";
   }

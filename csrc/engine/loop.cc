@@ -22,8 +22,7 @@ constexpr size_t kNoGradient = std::numeric_limits<size_t>::max();
 // The time from since_ns on during which at least one of these blocks was due and not finished: the union of their
 // intervals.
 int64_t together_ns(std::vector<BlockRecord>& blocks, int64_t since_ns) {
-  std::sort(blocks.begin(), blocks.end(),
-            [](const BlockRecord& one, const BlockRecord& other) { return one.due_ns < other.due_ns; });
+  std::ranges::sort(blocks, {}, &BlockRecord::due_ns);
   int64_t total_ns = 0;
   int64_t end_ns = since_ns;
   for (const BlockRecord& block : blocks) {
@@ -217,12 +216,11 @@ void Engine::Loop::launch_on_loop() {
     record_launch_on_loop(*block, launch_ns);
     ++started_count_;
     GC_CHECK(started_count_ == first_ticket_ + *block + 1);
-    Operation operation;
-    operation.ticket = first_ticket_ + *block;
-    operation.op = carried.op;
-    operation.buffer = carried.buffer;
-    operation.ranges = carried.ranges.data();
-    operation.range_count = static_cast<int32_t>(carried.ranges.size());
+    const Operation operation{.ticket = first_ticket_ + *block,
+                              .op = carried.op,
+                              .buffer = carried.buffer,
+                              .ranges = carried.ranges.data(),
+                              .range_count = static_cast<int32_t>(carried.ranges.size())};
     // start() is the transport's work, not the engine's: loop_ns leaves it out.
     const int64_t begin_ns = thread_cpu_now_ns();
     transport_.start(operation);
@@ -259,7 +257,7 @@ void Engine::Loop::fail_on_loop(ErrorCode code, const std::string& message) {
   failed_ = true;
   {
     MutexLock lock(mutex_);
-    failure_ = Failure{code, message};
+    failure_.emplace(code, message);
   }
   // Even if nothing else is in flight: the peers must learn that this rank will not go on.
   abort_on_loop(message);

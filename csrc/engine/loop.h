@@ -125,11 +125,6 @@ class Engine::Loop final : public CompletionSink {
   bool are_there(Tensors tensors, Progress until) const GC_REQUIRES(mutex_);
   Outcome wait_until(Tensors tensors, int64_t deadline_ns, Progress until) GC_REQUIRES(mutex_);
 
-  struct Failure {
-    ErrorCode code;
-    std::string message;
-  };
-
   // Constant after construction.
   Transport& transport_;
   const std::string thread_name_;
@@ -172,7 +167,7 @@ class Engine::Loop final : public CompletionSink {
   int32_t on_network_count_ GC_GUARDED_BY(mutex_) = 0;                // blocks; after a failure it counts no more
   std::vector<BlockRecord> lately_on_network_ GC_GUARDED_BY(mutex_);  // finished, and not in link_ns yet
   int64_t link_counted_until_ns_ GC_GUARDED_BY(mutex_) = 0;
-  std::optional<Failure> failure_ GC_GUARDED_BY(mutex_);
+  std::optional<Error> failure_ GC_GUARDED_BY(mutex_);
   bool settled_ GC_GUARDED_BY(mutex_) = false;  // after a failure or at the end: nothing is in flight any more
   bool closed_ GC_GUARDED_BY(mutex_) = false;   // shutdown has begun
   int32_t waiter_count_ GC_GUARDED_BY(mutex_) = 0;

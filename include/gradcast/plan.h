@@ -27,7 +27,7 @@ struct Block {
   std::string reason{};         // why these bytes and why now, for people: shown in traces and reports
   std::string extra_json{};     // unknown fields of the JSON object, kept; "" if none
 
-  int64_t size_bytes() const;
+  int64_t size_bytes() const { return gradcast::size_bytes(ranges); }
   bool operator==(const Block&) const = default;
 };
 

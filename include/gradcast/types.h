@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -44,6 +45,15 @@ struct Range {
   int64_t size_bytes() const { return hi_bytes - lo_bytes; }
   bool operator==(const Range&) const = default;
 };
+
+// The bytes of all ranges.
+inline int64_t size_bytes(std::span<const Range> ranges) {
+  int64_t size_bytes = 0;
+  for (const Range& range : ranges) {
+    size_bytes += range.size_bytes();
+  }
+  return size_bytes;
+}
 
 // The names used in JSON and on the command line: "all_reduce", "reduce_scatter", "all_gather"; "overlap", "hook".
 // to_string(Op) is defined here for transports, which do not link the core.

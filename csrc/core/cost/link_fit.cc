@@ -216,9 +216,7 @@ void check_samples(std::span<const LinkSample> samples) {
 
 std::vector<LinkSample> sorted(std::span<const LinkSample> samples) {
   std::vector<LinkSample> result(samples.begin(), samples.end());
-  std::sort(result.begin(), result.end(), [](const LinkSample& a, const LinkSample& b) {
-    return a.size_bytes != b.size_bytes ? a.size_bytes < b.size_bytes : a.time_ns < b.time_ns;
-  });
+  std::ranges::sort(result, {}, [](const LinkSample& each) { return std::pair(each.size_bytes, each.time_ns); });
   return result;
 }
 

@@ -243,15 +243,13 @@ std::string to_text(const Json& object, const char* rows) {
 }
 
 constexpr int32_t kInFlightMax = 1'000'000;
-// Above any link that exists: 2^53 ns for one byte.
-constexpr double kCostMax = kTimeMaxNs;
 constexpr double kPredictionMaxNs = 1e300;
 
 LinkPiece piece_from(const Json& json, const std::string& path) {
   Fields fields(json, path, ErrorCode::kInvalidLink);
   return {.up_to_bytes = fields.integer("up_to_bytes", 1, kBytesMax, kUnboundedBytes),
-          .alpha_ns = fields.number("alpha_ns", 0, kCostMax),
-          .beta_ns_per_byte = fields.number("beta_ns_per_byte", 0, kCostMax),
+          .alpha_ns = fields.number("alpha_ns", 0, kTimeMaxNs),
+          .beta_ns_per_byte = fields.number("beta_ns_per_byte", 0, kTimeMaxNs),
           .extra_json = fields.rest()};
 }
 
@@ -264,7 +262,7 @@ LinkModel link_from(const Json& json, const std::string& path) {
       link.of(op).pieces = fields.list(name, &piece_from);
     }
   }
-  link.pack_ns_per_byte = fields.number("pack_ns_per_byte", 0, kCostMax, 0);
+  link.pack_ns_per_byte = fields.number("pack_ns_per_byte", 0, kTimeMaxNs, 0);
   link.extra_json = fields.rest();
   check_link(link);
   return link;

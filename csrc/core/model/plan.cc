@@ -158,14 +158,6 @@ class Hasher {
 
 }  // namespace
 
-int64_t Block::size_bytes() const {
-  int64_t size_bytes = 0;
-  for (const Range& range : ranges) {
-    size_bytes += range.size_bytes();
-  }
-  return size_bytes;
-}
-
 std::span<const int32_t> BufferLayout::tensors_in(Range range) const {
   const auto first = std::upper_bound(end_bytes.begin(), end_bytes.end(), range.lo_bytes);
   const auto last = std::lower_bound(first, end_bytes.end(), range.hi_bytes) + 1;

@@ -54,11 +54,7 @@ inline std::span<const Range> ranges_of(const Operation& operation) {
 }
 
 inline int64_t size_bytes(const Operation& operation) {
-  int64_t size_bytes = 0;
-  for (const Range& range : ranges_of(operation)) {
-    size_bytes += range.size_bytes();
-  }
-  return size_bytes;
+  return size_bytes(ranges_of(operation));
 }
 
 // For people: "[0, 400), [800, 804)".

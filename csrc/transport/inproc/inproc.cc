@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <span>
@@ -33,11 +34,7 @@ struct Contribution {
 
 template <typename Number>
 std::vector<Number> packed(const Contribution& rank) {
-  int64_t size_bytes = 0;
-  for (const Range& range : rank.ranges) {
-    size_bytes += range.size_bytes();
-  }
-  std::vector<Number> message(static_cast<size_t>(size_bytes) / sizeof(Number));
+  std::vector<Number> message(static_cast<size_t>(size_bytes(rank.ranges)) / sizeof(Number));
   pack(message.data(), rank.buffer, rank.ranges);
   return message;
 }
@@ -50,56 +47,31 @@ void copy_part(const std::vector<Number>& from, std::vector<Number>& to, size_t 
   std::copy(from.begin() + part.first, from.begin() + part.last, to.begin() + part.first);
 }
 
+// Of an all-gather every rank's part, otherwise the sum.
 template <typename Number>
-std::vector<Number> sum_of(std::span<const Contribution> ranks) {
-  std::vector<Number> sum = packed<Number>(ranks.front());
-  for (const Contribution& rank : ranks.subspan(1)) {
-    const std::vector<Number> message = packed<Number>(rank);
-    std::transform(sum.begin(), sum.end(), message.begin(), sum.begin(), [](Number a, Number b) { return a + b; });
-  }
-  return sum;
-}
-
-template <typename Number>
-void all_reduce(std::span<const Contribution> ranks) {
-  const std::vector<Number> sum = sum_of<Number>(ranks);
-  for (const Contribution& rank : ranks) {
-    unpack(rank.buffer, rank.ranges, sum.data());
-  }
-}
-
-template <typename Number>
-void reduce_scatter(std::span<const Contribution> ranks) {
-  const std::vector<Number> sum = sum_of<Number>(ranks);
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    std::vector<Number> result(sum.size(), std::numeric_limits<Number>::quiet_NaN());
-    copy_part(sum, result, rank, ranks.size());
-    unpack(ranks[rank].buffer, ranks[rank].ranges, result.data());
-  }
-}
-
-template <typename Number>
-void all_gather(std::span<const Contribution> ranks) {
-  std::vector<Number> result;
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+std::vector<Number> result_of(Op op, std::span<const Contribution> ranks) {
+  std::vector<Number> result = packed<Number>(ranks.front());
+  for (size_t rank = 1; rank < ranks.size(); ++rank) {
     const std::vector<Number> message = packed<Number>(ranks[rank]);
-    result.resize(message.size());
-    copy_part(message, result, rank, ranks.size());
+    if (op == Op::kAllGather) {
+      copy_part(message, result, rank, ranks.size());
+    } else {
+      std::ranges::transform(result, message, result.begin(), std::plus<>());
+    }
   }
-  for (const Contribution& rank : ranks) {
-    unpack(rank.buffer, rank.ranges, result.data());
-  }
+  return result;
 }
 
 template <typename Number>
 void run(Op op, std::span<const Contribution> ranks) {
-  switch (op) {
-    case Op::kAllReduce:
-      return all_reduce<Number>(ranks);
-    case Op::kReduceScatter:
-      return reduce_scatter<Number>(ranks);
-    case Op::kAllGather:
-      return all_gather<Number>(ranks);
+  const std::vector<Number> result = result_of<Number>(op, ranks);
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    std::vector<Number> own;
+    if (op == Op::kReduceScatter) {
+      own.assign(result.size(), std::numeric_limits<Number>::quiet_NaN());
+      copy_part(result, own, rank, ranks.size());
+    }
+    unpack(ranks[rank].buffer, ranks[rank].ranges, own.empty() ? result.data() : own.data());
   }
 }
 

@@ -18,8 +18,9 @@ PyObject* item(const py::list& list, size_t position) {
 // Where a class has put one of its __slots__.
 class Slot {
  public:
-  // REQUIRES: `objects` is not empty.
-  Slot(const py::list& objects, const py::str& name) : type_(Py_TYPE(item(objects, 0))) {
+  Slot(const py::list& objects, const py::str& name) {
+    if (objects.empty()) return;
+    type_ = Py_TYPE(item(objects, 0));
     const auto descriptor =
         py::reinterpret_steal<py::object>(PyObject_GetAttr(reinterpret_cast<PyObject*>(type_), name.ptr()));
     if (!descriptor) throw py::error_already_set();
@@ -46,8 +47,8 @@ class Slot {
   }
 
  private:
-  PyTypeObject* type_;
-  Py_ssize_t offset_;
+  PyTypeObject* type_ = nullptr;
+  Py_ssize_t offset_ = 0;
 };
 
 void require_as_many(const py::list& values, const py::list& objects) {
@@ -58,7 +59,6 @@ void require_as_many(const py::list& values, const py::list& objects) {
 
 py::list fields(const py::list& objects, const py::str& name) {
   py::list found(objects.size());
-  if (objects.empty()) return found;
   const Slot slot(objects, name);
   for (size_t i = 0; i < objects.size(); ++i) {
     PyObject* value = slot.of(item(objects, i));
@@ -70,7 +70,6 @@ py::list fields(const py::list& objects, const py::str& name) {
 
 py::list with_field(const py::list& objects, const py::str& name, const py::object& value, bool is) {
   py::list found;
-  if (objects.empty()) return found;
   const Slot slot(objects, name);
   for (size_t i = 0; i < objects.size(); ++i)
     if ((slot.of(item(objects, i)) == value.ptr()) == is) found.append(py::handle(item(objects, i)));
@@ -79,7 +78,6 @@ py::list with_field(const py::list& objects, const py::str& name, const py::obje
 
 py::list with_other_field(const py::list& objects, const py::str& name, const py::list& values) {
   py::list found;
-  if (objects.empty()) return found;
   require_as_many(values, objects);
   const Slot slot(objects, name);
   for (size_t i = 0; i < objects.size(); ++i)
@@ -88,7 +86,6 @@ py::list with_other_field(const py::list& objects, const py::str& name, const py
 }
 
 void set_fields(const py::list& objects, const py::str& name, const py::list& values) {
-  if (objects.empty()) return;
   require_as_many(values, objects);
   const Slot slot(objects, name);
   for (size_t i = 0; i < objects.size(); ++i)
@@ -97,7 +94,6 @@ void set_fields(const py::list& objects, const py::str& name, const py::list& va
 
 py::object change_fields(const py::list& objects, const py::str& name, const py::tuple& before,
                          const py::object& value) {
-  if (objects.empty()) return py::none();
   const Slot slot(objects, name);
   for (size_t i = 0; i < objects.size(); ++i) {
     PyObject* object = item(objects, i);

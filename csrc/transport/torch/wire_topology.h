@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -25,29 +26,27 @@ struct WireTopology {
   // `host_of`: by rank, the number of its host; empty for one level, in which every rank counts as a host of its own.
   // Throws std::invalid_argument unless every host holds the same number of ranks.
   static WireTopology of(int rank, int world_size, const std::vector<int>& host_of) {
-    WireTopology topology{rank, world_size, std::vector<int>(static_cast<size_t>(world_size), 0)};
-    if (!host_of.empty() && host_of.size() != static_cast<size_t>(world_size)) {
-      throw std::invalid_argument("hosts are given for " + std::to_string(host_of.size()) + " ranks, but there are " +
+    std::vector<int> hosts = host_of;
+    if (hosts.empty()) {
+      hosts.resize(static_cast<size_t>(world_size));
+      std::iota(hosts.begin(), hosts.end(), 0);
+    }
+    if (hosts.size() != static_cast<size_t>(world_size)) {
+      throw std::invalid_argument("hosts are given for " + std::to_string(hosts.size()) + " ranks, but there are " +
                                   std::to_string(world_size));
     }
-    const auto host = [&](int each) { return host_of.empty() ? each : host_of[static_cast<size_t>(each)]; };
-    for (int each = 0; each < world_size; ++each) {
-      int& number = topology.local_number_of[static_cast<size_t>(each)];
-      for (int before = 0; before < each; ++before)
-        number += host(before) == host(each) ? 1 : 0;
-    }
-    const auto number = [&](int each) { return topology.local_number_of[static_cast<size_t>(each)]; };
-    for (int each = 0; each < world_size; ++each) {
-      if (host(each) == host(rank)) topology.locals.push_back(each);
-      if (number(each) == number(rank)) topology.across.push_back(each);
-    }
-    const auto& counts = topology.local_number_of;
-    const int largest = *std::max_element(counts.begin(), counts.end());
-    for (int each = 0; each <= largest; ++each) {
-      const auto holders = std::count(counts.begin(), counts.end(), each);
-      if (holders * (largest + 1) != world_size) {
+    WireTopology topology{rank, world_size};
+    for (auto host = hosts.begin(); host != hosts.end(); ++host) {
+      if (std::ranges::count(hosts, *host) != std::ranges::count(hosts, hosts[0])) {
         throw std::invalid_argument("an exchange in two levels needs hosts with equally many ranks");
       }
+      topology.local_number_of.push_back(static_cast<int>(std::count(hosts.begin(), host, *host)));
+    }
+    const auto own = static_cast<size_t>(rank);
+    for (size_t each = 0; each < hosts.size(); ++each) {
+      if (hosts[each] == hosts[own]) topology.locals.push_back(static_cast<int>(each));
+      if (topology.local_number_of[each] == topology.local_number_of[own])
+        topology.across.push_back(static_cast<int>(each));
     }
     return topology;
   }

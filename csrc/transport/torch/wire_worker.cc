@@ -61,7 +61,7 @@ WireWorker::~WireWorker() {
 void WireWorker::start(const WireBlock& block, Finished finished) {
   const auto operation = std::make_shared<Operation>(std::move(finished), nullptr);
   const auto lists =
-      has_two_levels() ? cut(block.ranges, kPipelinedBytes) : std::vector<std::vector<Range>>{block.ranges};
+      topology_.has_two_levels() ? cut(block.ranges, kPipelinedBytes) : std::vector<std::vector<Range>>{block.ranges};
   for (size_t i = 0; i < lists.size(); ++i) {
     WireBlock part = block;
     part.ranges = lists[i];

@@ -37,8 +37,6 @@ class WireWorker {
   WireWorker(const WireWorker&) = delete;
   WireWorker& operator=(const WireWorker&) = delete;
 
-  bool has_two_levels() const { return topology_.has_two_levels(); }
-
   // Encodes the block, sends it and returns. The block's memory stays until `finished` was called.
   void start(const WireBlock& block, Finished finished) GC_EXCLUDES(mutex_);
   // Starts an operation that travels as it is. The group is the worker's too, and one thread at a time may call it.
