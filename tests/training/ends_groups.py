@@ -33,6 +33,9 @@ class Failing(distributed.Work):
 class Stuck(distributed.Work):
     """Waits long, and has no abort()."""
 
+    def get_future(self) -> torch.futures.Future:
+        return torch.futures.Future()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout
         threading.Event().wait(STUCK_S)
@@ -62,8 +65,19 @@ class Group(distributed.ProcessGroup):
     recv = send
 
 
-def started(wire: str) -> tuple[Group, "_testing.TransportDriver"]:
-    group = Group()
+class SlowToAbort(Group):
+    """Its operations never end, and it takes long to give them up."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object = None) -> distributed.Work:
+        del tensors, options
+        return Stuck()
+
+    def abort(self) -> None:
+        threading.Event().wait(STUCK_S)
+
+
+def started(wire: str, kind: type[Group] = Group) -> tuple[Group, "_testing.TransportDriver"]:
+    group = kind()
     driver = _testing.TransportDriver(extension.load().Transport(group, [torch.ones(1000)], wire))
     driver.start(0, [(0, 4000)])
     return group, driver
@@ -81,8 +95,8 @@ def fails_alone() -> None:
     tell(aborts=group.aborts)
 
 
-def closes_what_is_stuck(wire: str) -> None:
-    _, driver = started(wire)
+def closes_what_is_stuck(wire: str, kind: str = "Group") -> None:
+    _, driver = started(wire, globals()[kind])
     early = driver.wait(0, MOMENT_NS)
     start_s = time.monotonic()
     driver.abort("enough")

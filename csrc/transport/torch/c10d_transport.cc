@@ -4,11 +4,15 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
+#include <future>
 #include <span>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
+#include "platform/thread.h"
 #include "transport/torch/collective.h"
 #include "transport/torch/control.h"
 #include "transport/torch/exception_text.h"
@@ -24,6 +28,28 @@ Encoding wire_of(const std::string& name) {
   if (name == "fp16") return Encoding::kFloat16;
   if (name == "int8") return Encoding::kInt8;
   throw std::invalid_argument("the wire format is '" + name + "'; one of fp32, bf16, fp16, int8 is expected");
+}
+
+// The most that the engine waits for a backend's abort(), so that a program ends in time.
+constexpr std::chrono::seconds kAbortWithin(1);
+
+// Aborts the group on a thread of its own: NCCL's abort() may wait until the group's timeout. Returns whether it has
+// ended; otherwise the thread is left behind and the group must live until the process ends.
+bool abort_in_time(c10d::ProcessGroup& group) noexcept {
+  try {
+    // Keeps what it throws: the operations have their error already, and a backend that cannot abort adds nothing to it.
+    std::packaged_task<void()> task([&group] { group.abort(); });
+    const std::future<void> end = task.get_future();
+    std::thread thread([task = std::move(task)]() mutable {
+      name_this_thread("gradcast-abort");
+      task();
+    });
+    const bool has_ended = end.wait_for(kAbortWithin) == std::future_status::ready;
+    has_ended ? thread.join() : thread.detach();
+    return has_ended;
+  } catch (const std::exception&) {
+    return true;  // there is no thread to be had, and nothing was begun
+  }
 }
 
 }  // namespace
@@ -202,7 +228,7 @@ void C10dTransport::launch(const Operation& operation) {
       /*uses_future=*/false);
 }
 
-// Completes everything first, then tells the backend: a backend's abort may block, and the engine must not wait for it.
+// Completes everything first, then tells the backend.
 void C10dTransport::abort(const char* reason) noexcept {
   struct LeakedOnAbort {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
@@ -214,12 +240,8 @@ void C10dTransport::abort(const char* reason) noexcept {
   const CompletionGate::Aborted aborted = gate_->abort(reason);
   if (aborted.count == 0 && !aborted.after_failure) return;
   if (leaked->wire_worker != nullptr) leaked->wire_worker->abort();
-  try {
-    if (leaked->group) leaked->group->abort();
-  } catch (...) {
-    // The operations have their error already; a backend that cannot abort adds nothing to it.
-  }
-  if (aborted.count == 0) return;
+  const bool has_ended = leaked->group == nullptr || abort_in_time(*leaked->group);
+  if (aborted.count == 0 && has_ended) return;
   // WORKAROUND(torch 2.11 to 2.15, Gloo): it has no abort. Its destructor waits for the operations that it can no
   // longer finish, until the timeout of the group, half an hour, so that the program would not end; and until then its
   // threads may write into the buffers. So neither the group nor the buffers, nor the memory of the wire worker, are

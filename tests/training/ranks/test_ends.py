@@ -92,9 +92,9 @@ def test_a_failure_of_the_only_operation_is_told_to_the_group():
     assert closed == {"aborts": 1}
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_close_does_not_wait_for_what_cannot_be_aborted(wire):
-    (ended,) = launch(1, "closes_what_is_stuck", wire, module="training.ends_groups", limit_s=LIMIT_S)
+@pytest.mark.parametrize("stuck", [("bf16", "Group"), ("fp16", "Group"), ("fp32", "SlowToAbort")])
+def test_close_does_not_wait_for_what_cannot_be_aborted(stuck):
+    (ended,) = launch(1, "closes_what_is_stuck", *stuck, module="training.ends_groups", limit_s=LIMIT_S)
     require_ended_well([ended])
     (told,) = ended.told
     assert told["early"] is None
