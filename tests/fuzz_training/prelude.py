@@ -142,12 +142,12 @@ class KeepsPrevious(torch.optim.Optimizer):
 
 
 class Fails(torch.optim.SGD):
-    """While ``armed``, a step is out of memory."""
+    """While the class is ``armed``, a step is out of memory. (Its own attributes are those of when it was called.)"""
 
     armed = False
 
     def step(self, closure=None):
-        if self.armed:
+        if Fails.armed:
             raise MemoryError("no memory for the update")
         return super().step(closure)
 

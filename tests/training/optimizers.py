@@ -79,6 +79,22 @@ class OwnStep(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountsItself(torch.optim.SGD):
+    """Has a count, and a setting that the test changes after each step, as attributes of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1, momentum=0.5)
+        self.calls, self.decay = 0, 0.01
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - self.decay / self.calls)
+        return super().step(closure)
+
+
 # Optimizers that treat parameters one by one.
 KINDS = {
     "sgd_nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
@@ -96,5 +112,6 @@ KINDS = {
     "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2, t0=3),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
     "counts_in_its_group": CountsInGroup,
+    "counts_itself": CountsItself,
     "own_step": OwnStep,
 }

@@ -50,6 +50,19 @@ def test_compiled_modules(rank, what, mode):
     return twins.differences()
 
 
+@on_ranks(2, timeout_s=120)
+def test_a_compiled_function_may_take_the_step(rank):
+    torch._dynamo.reset()
+    twins = Twins(rank, policy="fifo")
+    theirs, ours = (optimizer for _, optimizer, _ in twins.each())
+    steps = {theirs: theirs.step, ours: torch.compile(lambda: ours.step(), backend="eager")}
+    for number, _, optimizer, forward in twins.rounds(12):
+        optimizer.zero_grad()
+        twins.task.loss(forward, twins.task.batch(rank.index, number)).backward()
+        steps[optimizer]()
+    return twins.differences()
+
+
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()

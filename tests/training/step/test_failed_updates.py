@@ -13,18 +13,19 @@ from training.sides import Side, differences, net
 
 
 class Fails(torch.optim.SGD):
-    """Its next update raises ``due`` if that is set; with ``pressed``, somebody presses Ctrl-C in the middle of it."""
+    """Its next update raises ``due`` if that is set; with ``pressed``, somebody presses Ctrl-C in the middle of it. Of
+    the class, since an optimizer's own attributes are those of when ``step()`` was called."""
 
     due: BaseException | None = None
     pressed = False
 
     @torch.no_grad()
     def step(self, closure=None):
-        error, self.due = self.due, None
+        error, Fails.due = Fails.due, None
         if error is not None:
             raise error
-        if self.pressed:
-            self.pressed = False
+        if Fails.pressed:
+            Fails.pressed = False
             signal.raise_signal(signal.SIGINT)
         return super().step(closure)
 
@@ -41,7 +42,7 @@ def begun(rank, error):
     optimizer.zero_grad()
     module(side.batch(50)).square().sum().backward()
     optimizer.step()
-    optimizer.due = error
+    Fails.due = error
     return side, module, optimizer
 
 
@@ -75,10 +76,10 @@ def interrupted(side):
     called = side.called(module, optimizer)
     for number in range(12):
         optimizer.zero_grad()
-        optimizer.pressed = number == 8 and side.name != "ddp"  # the update of the step before is still due
+        Fails.pressed = number == 8 and side.name != "ddp"  # the update of the step before is still due
         try:
             out = called(side.batch(number))
-            assert not optimizer.pressed, "no update was due"
+            assert not Fails.pressed, "no update was due"
         except KeyboardInterrupt:
             out = called(side.batch(number))
         out.square().sum().backward()

@@ -1,11 +1,14 @@
 """Hands on the optimizer: a step uses the values that stood when it was called."""
 
+import collections
+import threading
 import warnings
 
 import pytest
 
+from training import compare
 from training.needs import torch
-from training.optimizers import Recipe
+from training.optimizers import CountsItself, Recipe
 from training.pool import on_ranks
 from training.sides import DDP, differences, net
 from training.twins import Twins
@@ -27,6 +30,78 @@ def test_hyper_parameters_changed_after_step_are_for_the_next_step(rank, optimiz
                 group["lr"] *= 0.5 if number % 2 else 1.5
                 group["weight_decay"] = 0.1 * number
     return twins.differences()
+
+
+@on_ranks(2)
+def test_attributes_changed_after_step_are_for_the_next_step(rank):
+    """And what the optimizer counts itself advances once per step."""
+    twins = Twins(rank, "plain", lambda module: Recipe(CountsItself(module.parameters())))
+    for number in range(8):
+        twins.pending_step()
+        for _, each, _ in twins.each():
+            each.decay = 0.1 * number
+    found = twins.differences()
+    ours, theirs = (each.calls for _, each, _ in twins.each())
+    return found + ([] if ours == theirs == 8 else [f"calls: {ours} and {theirs}"])
+
+
+@on_ranks(2)
+def test_a_state_put_in_place_after_step_is_for_the_next_step(rank):
+    """As programs do that restart an optimizer."""
+    twins = Twins(rank, "plain", "adam plain")
+    for number in range(8):
+        twins.pending_step()
+        for _, each, _ in twins.each() if number == 6 else ():
+            each.state = collections.defaultdict(dict)
+    return twins.differences()
+
+
+class Halfway(torch.optim.SGD):
+    """Stops between two halves of an update that another thread than the main one runs, until that one has looked."""
+
+    half_done, looked = threading.Event(), threading.Event()
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        kept = [each.clone() for each in parameters]
+        for each in parameters:
+            each.zero_()
+        if threading.current_thread() is not threading.main_thread():
+            self.half_done.set()
+            self.looked.wait(0.3)  # in vain, if that waits for this
+        for each, value in zip(parameters, kept, strict=True):
+            each.copy_(value)
+        return super().step(closure)
+
+
+LOOKS = {
+    "values": lambda module, optimizer: float(module[0].weight.abs().sum()),
+    "module": lambda module, optimizer: module[0](torch.ones(1, 12)).tolist(),
+    "zero_grad": lambda module, optimizer: optimizer.zero_grad(),
+    "zero_grad in place": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@on_ranks(2)
+def test_what_another_thread_updates_is_not_seen_before_it_is_complete(rank, look):
+    """A thread that evaluates or saves the model reads a parameter first, and so runs its update."""
+    Halfway.half_done.clear()
+    Halfway.looked.clear()
+    twins = Twins(rank, "plain", lambda module: Recipe(Halfway(module.parameters())), policy="fifo")
+    twins.train(5)
+    twins.pending_step()
+    thread = threading.Thread(target=lambda: float(twins.modules[1][0].weight.sum()))
+    thread.start()
+    assert Halfway.half_done.wait(10)
+    ours, theirs = (LOOKS[look](module, optimizer) for module, optimizer, _ in reversed(twins.each()))
+    Halfway.looked.set()
+    thread.join()
+    return compare.trees(ours, theirs) + twins.differences()
 
 
 @on_ranks(2)

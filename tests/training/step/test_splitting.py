@@ -43,16 +43,14 @@ class ClipsHigh(optim.SGD):
         return super().step()
 
 
-class CountsCalls(optim.SGD):
-    """Looks ahead at every tenth call, as far as it counts them itself."""
-
+class CountsUpdates(optim.SGD):
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
-        self.calls = 0
+        self.count = 0
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.calls += 1
+        self.count += sum(p.grad is not None for group in self.param_groups for p in group["params"])
         return super().step()
 
 
@@ -67,7 +65,7 @@ UNSPLITTABLE = {
     "a norm over all": Normalized,
     "noise": Noisy,
     "a norm over all that only large gradients reach": lambda p: ClipsHigh(p, lr=0.1),
-    "a count of calls": CountsCalls,
+    "a count over all": CountsUpdates,
 }
 
 

@@ -36,6 +36,11 @@ from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.weights import GivenWeights
 
 
+def is_evaluation(module: nn.Module) -> bool:
+    """Whether a forward pass of the module that begins now is one of evaluation."""
+    return not module.training and not torch.is_grad_enabled()
+
+
 class Session(SessionBase):
     """The owner of pending parameters and gradients, too (pending.Owner, gradient_listener.Listener)."""
 
@@ -164,6 +169,11 @@ class Session(SessionBase):
 
     def resolve(self, tensors: list[torch.Tensor]) -> None:
         with self._lock:
+            updating = self._steps.updating
+            if updating:  # by this thread, since it has the lock
+                tensors = [each for each in tensors if self._states.of(each) not in updating]
+                if not tensors:
+                    return
             used: list[ParameterState] = []
             if torch._C._current_graph_task_id() != -1:
                 self._gradients.note_sent()
@@ -198,11 +208,14 @@ class Session(SessionBase):
             state.zero_after_update = True
             return True
 
-    def gradient_read(self, tensor: torch.Tensor) -> None:
-        """If this rank has not used the parameter, whether it has a gradient is known when that has arrived."""
+    def gradient_read(self, tensor: torch.Tensor, *, zeroing: bool) -> None:
+        """If this rank has not used the parameter, whether it has a gradient is known when that has arrived. While
+        another thread updates the parameter, ``.grad`` is what the optimizer is given."""
+        if zeroing and not self._steps.updating:
+            return
         with self._lock:
             state = self._states.of(tensor)
-            if state is not None and state.locally_unused is not None:
+            if state is not None and state.locally_unused is not None and not zeroing:
                 self.resolve([tensor])
 
     # --- Backward (gradient_listener.Listener) ---
@@ -305,12 +318,22 @@ class Session(SessionBase):
         if not in_backward:
             self._forget_late_updates()
         self._forward_start_ns[id(module)], self._forward_end_ns = time.perf_counter_ns(), 0
-        is_evaluation = not module.training and not torch.is_grad_enabled()
-        if not is_evaluation and not in_backward and self._module_buffers is not None:
+        if not is_evaluation(module) and not in_backward and self._module_buffers is not None:
             self._bring_buffers(module)
         if training:
             self._reads.forward_begins(compiled=compiled)
         self._waits.forward_begins()
+        if is_evaluation(module):
+            self.before_evaluation()
+
+    def before_evaluation(self) -> None:
+        """Nothing stays pending: if a weight were, nn.MultiheadAttention and TransformerEncoder would choose other
+        kernels, with other roundings, and other values at masked places."""
+        with self._lock, self._waits.at(Cause.PARAMETERS):
+            self._reads.completed()
+            if self._steps.due:
+                self._steps.stream.on_parameter_read()
+                self._steps.complete_all_updates()
 
     def _bring_buffers(self, module: nn.Module) -> None:
         """Rank 0's buffers, for the forward pass that begins."""

@@ -68,6 +68,7 @@ class OptimizerStateGuard:
     def __init__(self, optimizer: Optimizer, complete_updates: Callable[[], None]) -> None:
         self._optimizer, self._complete_updates = optimizer, complete_updates
         self._is_updating = False
+        self._guarded: GuardedState | None = None  # the state of the step whose updates are due
         self._entries: dict[int, tuple[ParameterState, list[torch.Tensor]]] = {}  # by index: its pending tensors
         self._pending_ids: set[int] = set()  # of these tensors, and of some that are pending no more
         self._are_shared = False  # whether some tensor is in several entries
@@ -76,11 +77,13 @@ class OptimizerStateGuard:
         """The updates of these parameters are due from now on."""
         if type(self._optimizer.state) is not GuardedState:  # also after load_state_dict(), which makes another dict
             self._optimizer.state = GuardedState(self._optimizer.state, self._before_access)
+        self._guarded = None  # a reference of ours would look like one of the program's
         held = extension.load().entries_held(vars(self._optimizer))
         for state in states if held is None else [state for state in states if id(state.parameter) in held]:
             entry = dict.get(self._optimizer.state, state.parameter)
             self._entries[state.index] = state, _tensors_in(entry) if entry else []
         tensors = self._tensors()
+        self._guarded = self._optimizer.state
         self._pending_ids = set(map(id, tensors))
         self._are_shared = len(self._pending_ids) < len(tensors)
         pending.mark(tensors, owner)
@@ -109,17 +112,13 @@ class OptimizerStateGuard:
 
     def update(self, action: Callable[[], None]) -> None:
         """Runs the optimizer's own step, which waits for nothing."""
-        state = self._optimizer.state
-        opens = type(state) is GuardedState
         self._is_updating = True
-        if opens:
-            state.__class__ = _OpenState
+        self._guarded.__class__ = _OpenState
         try:
             action()
         finally:
             self._is_updating = False
-            if opens:
-                state.__class__ = GuardedState
+            self._guarded.__class__ = GuardedState
 
     def release(self) -> None:
         """Gives the optimizer an ordinary state again, whatever is still due."""

@@ -6,6 +6,7 @@ Thread safety: under the session's lock.
 import collections
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,6 +62,8 @@ class OptimizerSteps:
         self._warn_once = warn_once
         self._callbacks = callbacks
         self._updated: collections.deque[dict[str, torch.nn.Parameter]] = collections.deque()  # not shown to them yet
+        self._thread: int | None = None  # that calls step()
+        self.updating: frozenset[ParameterState] = frozenset()  # by another thread than that
         self._failure: Error | None = None  # of an update; parameters are wrong since
 
     def intercept(self, on_step: Callable[[int], None], flush: Callable[[], None]) -> None:
@@ -147,6 +150,7 @@ class OptimizerSteps:
         the program's code makes that impossible. ``parts``: in which a synchronous step of the only optimizer updates,
         if it could be left due.
         """
+        self._thread = threading.get_ident()
         if not self.due:
             self.stream.move_to_caller()
         self.stream.follow_caller()
@@ -308,11 +312,11 @@ class OptimizerSteps:
         """Leaves all updates of this optimizer due."""
         due, owner = self._states_of[number], self.gradients.listener
         with interrupts.after_this():
-            self._partial[number] = partial_step.PartialStep(self._optimizers[number], self._places_of(number))
             self._left[number] = dict(zip(extension.load().fields(due, "index"), due, strict=True))
             held = self.held(number)
             parameter_state.defer_update(due, owner)
             self._guards[number].guard(due, owner)
+            self._partial[number] = partial_step.PartialStep(self._optimizers[number], self._places_of(number))
             self._update_others(number)
         if self._clipping is not None:
             self._arrived.update(self._exchange.newly_arrived())
@@ -353,7 +357,12 @@ class OptimizerSteps:
             self._clipping.compute_norms(part)
         if self.values is not None:
             self.values.clip(part)
-        parameter_state.start_update(part)
+        # The thread that trains must not read half an update of this one. (On a device, optimizers choose other kernels
+        # for pending parameters, and updates are in the order of a queue.)
+        hidden = part[0].parameter.is_cpu and threading.get_ident() != self._thread
+        if hidden:
+            self.updating = frozenset(part)
+        parameter_state.start_update(part, hidden=hidden)
         left, guard = self._left[number], self._guards[number]
         native = extension.load()
         for index in native.fields(part, "index"):
@@ -362,15 +371,26 @@ class OptimizerSteps:
         last = not left
         parameters = native.fields(part, "parameter")
         used = native.fields(native.with_field(part, "update_grad", None, False), "parameter")
-        before = native.swap_gradients(parameters, native.fields(part, "update_grad"))
+        updates = native.fields(part, "update_grad")
+        before, failure = native.swap_gradients(parameters, updates), None
         try:
             guard.update(lambda: self._partial[number].run(used, last=last))
         except BaseException as error:
-            left.update((state.index, state) for state in part)
-            self._fail(part, error)
+            failure = error
             raise
         finally:
+            if not native.hold_gradients(parameters, updates):
+                # The step, or meanwhile another thread (zero_grad()), has replaced some that were still in .grad.
+                now = [parameter.grad for parameter in parameters]
+                rows = zip(before, updates, now, strict=True)
+                before = [new if old is update else old for old, update, new in rows]
             native.swap_gradients(parameters, before)
+            if hidden:
+                parameter_state.end_hidden_update(part)
+                self.updating = frozenset()
+            if failure is not None:
+                left.update((state.index, state) for state in part)
+                self._fail(part, failure)
         for state in native.with_field(part, "zero_after_update", True):
             state.zero_after_update = False
             if state.update_grad is not None:

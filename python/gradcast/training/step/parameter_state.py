@@ -108,9 +108,20 @@ def defer_update(states: list[ParameterState], owner: pending.Owner) -> None:
     pending.mark(_tensors(states, gradients=True), owner)
 
 
-def start_update(states: list[ParameterState]) -> None:
-    """The updates run now; the optimizer finds ordinary tensors. REQUIRES: the gradients have arrived."""
+def start_update(states: list[ParameterState], *, hidden: bool = False) -> None:
+    """The updates run now; the optimizer finds ordinary tensors. REQUIRES: the gradients have arrived.
+
+    ``hidden``: instead everything stays pending for other threads, ``.grad`` of a parameter included, until
+    end_hidden_update().
+    """
     _enter(Phase.ARRIVED, states, Phase.UPDATE_DUE)
+    if hidden:
+        pending.ask_for_gradients(extension.load().fields(states, "parameter"))
+    else:
+        _clear(states)
+
+
+def end_hidden_update(states: list[ParameterState]) -> None:
     _clear(states)
 
 

@@ -1,9 +1,10 @@
 """Partial steps: the user's own optimizer updates the parameters whose gradients have arrived.
 
-The hyper-parameters of a step are those at the call of ``step()``; a scheduler that runs afterwards does not change
-them. The optimizer's step is called with its own groups, each reduced to the part. State, foreach and fused forms are
-the optimizer's own, so parts give the numbers of a whole step, bit for bit, for every optimizer that updates parameters
-one by one. Scalars that an optimizer keeps in a group (a step count) advance once per step, not once per part.
+The hyper-parameters of a step, in groups or attributes, are those at the call of ``step()``; a scheduler that runs
+afterwards does not change them. The class's step is called with a stand-in for the optimizer, whose groups are reduced
+to the part, so that no other thread sees them. State, foreach and fused forms are the optimizer's own, so parts give
+the numbers of a whole step, bit for bit, for every optimizer that updates parameters one by one. What an optimizer
+counts in a group or an attribute (steps) advances once per step, not once per part.
 """
 
 import bisect
@@ -26,6 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes, _len_torch_disp
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
+
+_NOTHING = object()
+_REASON = "gradcast updates in parts, as gradients arrive; leave optimizer.step() out of a function with fullgraph=True"
 
 
 class Places:
@@ -64,7 +68,10 @@ class PartialStep:
         """``places``: of the optimizer's parameters as they are, if known."""
         self._optimizer = optimizer
         self._step = step_without_hooks(optimizer)
-        self._known_count = dict.__len__(optimizer.state)  # entries; those of new parameters are added behind them
+        self._attributes = dict(vars(optimizer))
+        self._changed: dict[str, Any] = {}  # attributes that the step itself has set
+        self._state = optimizer.state  # the program may replace it before the last part
+        self._known_count = dict.__len__(self._state)  # entries; those of new parameters are added behind them
         self._live_groups = list(optimizer.param_groups)
         self._places = places or Places(self._live_groups)
         self._scalars = [_copied(group) for group in self._live_groups]
@@ -81,21 +88,27 @@ class PartialStep:
                 group = {**_copied(self._scalars[index]), "params": members.get(index, [])}
                 self._after[index] = group
                 reduced.append(group)
-        whole, self._optimizer.param_groups = self._optimizer.param_groups, reduced
-        try:
-            with default_context(), _inner_hooks(self._optimizer, before=not self._begun, after=last):
-                self._begun = True
-                self._step(self._optimizer)
-        finally:
-            self._optimizer.param_groups = whole
+        attributes = {**self._attributes, **_no_hooks(self._attributes, before=not self._begun, after=last)}
+        self._begun = True
+        stand_in = object.__new__(type(self._optimizer))
+        vars(stand_in).update(attributes)
+        stand_in.param_groups = reduced
+        with default_context():
+            self._step(stand_in)
+        now = {key: value for key, value in vars(stand_in).items() if value is not reduced}
+        self._changed |= {key: value for key, value in now.items() if attributes.get(key, _NOTHING) is not value}
         if last:
             for index, after in self._after.items():
                 _carry_over(self._live_groups[index], self._scalars[index], after)
+            live, before = vars(self._optimizer), self._attributes
+            for key, value in self._changed.items():
+                if live.get(key, _NOTHING) is before.get(key, _NOTHING):  # else the program has changed it since
+                    live[key] = value
             self._order_state()
 
     def _order_state(self) -> None:
         """Puts the entries of parameters that were updated for the first time into the order of a whole step."""
-        state = self._optimizer.state
+        state = self._state
         if dict.__len__(state) == self._known_count:
             return
         new = set(itertools.islice(dict.keys(state), self._known_count, None))
@@ -159,18 +172,12 @@ def _is_default_context() -> bool:
     )
 
 
-@contextlib.contextmanager
-def _inner_hooks(optimizer: Optimizer, *, before: bool, after: bool):
-    """If a class's step calls that of its base class, torch runs step hooks around the inner one, too. This makes them
-    run once around all parts, as around a whole step."""
+def _no_hooks(attributes: dict[str, Any], *, before: bool, after: bool) -> dict[str, Any]:
+    """If a class's step calls that of its base class, torch runs step hooks around the inner one, too. With these
+    attributes they run once around all parts, as around a whole step."""
     hidden = [] if before else ["_optimizer_step_pre_hooks"]
     hidden += [] if after else ["_optimizer_step_post_hooks"]
-    hooks = {name: vars(optimizer)[name] for name in hidden if vars(optimizer).get(name)}
-    vars(optimizer).update({name: collections.OrderedDict() for name in hooks})
-    try:
-        yield
-    finally:
-        vars(optimizer).update(hooks)
+    return {name: collections.OrderedDict() for name in hidden if attributes.get(name)}
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
@@ -220,7 +227,8 @@ class StepInterception:
 
         # An LR scheduler checks this attribute. Without it, it would wrap (or warn about) the replaced step.
         step._wrapped_by_lr_sched = True
-        self._method = types.MethodType(step, optimizer)
+        # A compiled function may call step().
+        self._method = types.MethodType(torch.compiler.disable(step, reason=_REASON), optimizer)
         optimizer.step = self._method
 
     @property

@@ -67,8 +67,9 @@ class Owner(Protocol):
         """Whether the owner zeroes this pending tensor itself, once its values are no longer needed."""
         return False
 
-    def gradient_read(self, tensor: torch.Tensor) -> None:
-        """The program reads the ``.grad`` of this pending tensor. Finishes it if that is not known yet."""
+    def gradient_read(self, tensor: torch.Tensor, *, zeroing: bool) -> None:
+        """The program reads the ``.grad`` of this pending tensor. Finishes it if that is not known yet. ``zeroing``:
+        zero_grad() only asks whether there is a gradient; it does not use the value."""
 
 
 # The classes that an owner's tensors have, by their own class. Only a class knows the owner, and it does not keep the
@@ -126,8 +127,13 @@ def mark(tensors: list[torch.Tensor | None], owner: Owner, *, gradients_known: b
     """From now on any use of these tensors waits for ``owner``, except of those that are pending already. Returns how
     many were not. ``gradients_known``: otherwise ``owner`` hears of reads of their ``.grad``."""
     if not gradients_known:
-        _without_known_gradient.update(map(id, tensors))
+        ask_for_gradients(tensors)
     return _native().mark_pending(_Pending, tensors, functools.partial(_pending_class, owner))
+
+
+def ask_for_gradients(tensors: list[torch.Tensor]) -> None:
+    """The owner of these pending tensors hears of reads of their ``.grad`` until ``clear``."""
+    _without_known_gradient.update(map(id, tensors))
 
 
 def clear(tensors: list[torch.Tensor | None]) -> None:
@@ -174,15 +180,15 @@ def _zero(tensors: Any) -> Any:
         owner = _owner_of(tensor)
         if owner is None or not owner.zero_later(tensor):
             resolve(tensor)
-            tensor.zero_()
+            with torch._C.DisableTorchFunctionSubclass():
+                tensor.zero_()
     return tensors if isinstance(tensors, torch.Tensor) else None
 
 
 def _read_gradient(tensor: torch.Tensor) -> None:
     owner = _owner_of(tensor)
-    # zero_grad() only asks whether there is a gradient; it does not use the value.
-    if owner is not None and not _is_zeroing():
-        owner.gradient_read(tensor)
+    if owner is not None:
+        owner.gradient_read(tensor, zeroing=_is_zeroing())
 
 
 def _is_zeroing() -> bool:
