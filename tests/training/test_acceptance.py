@@ -252,3 +252,22 @@ def test_an_optimizer_that_steps_inside_of_backward_is_refused(rank, when, mode)
         return side.trained(module, module, optimizer)
 
     return refused(rank, program, mode, "inside backward")
+
+
+def train_scripted(side, wrapper):
+    module = net()
+    optimizer = sgd(module)
+    called = wrapper(torch.jit.script(module))
+    if side.name != "ddp":
+        side.attach(called, optimizer, policy="fifo")
+    elif wrapper is not DDP:
+        called = DDP(called)
+    return side.trained(called, module, optimizer)
+
+
+@on_ranks(2)
+def test_a_scripted_module_trains_inside_another(rank, mode):
+    """torch refuses hooks around its forward."""
+    found = refused(rank, lambda side: train_scripted(side, lambda module: module), mode, "ScriptModule", "attribute")
+    with torch.jit.optimized_execution(False):  # whose roundings change from call to call
+        return found + [line for each in (Holder, DDP) for line in differences(rank, train_scripted, mode, each)]

@@ -107,6 +107,12 @@ def accept(
         _check_covered(module, ddp)
         _check_ddp(ddp, process_group)
     _check_ignored(ddp, inner)
+    called = members or (_called(module, ddp),)
+    if any(isinstance(each, torch.jit.ScriptModule) for each in called):
+        raise refused(
+            "the module is a torch.jit.ScriptModule, which takes no hooks around forward; make it an attribute of an "
+            "nn.Module, or wrap it in DistributedDataParallel, and give that"
+        )
     check_optimizers(optimizers, parameters)
     for each in optimizers if in_parts else ():
         partial_step.require_own_step(each)
@@ -114,7 +120,7 @@ def accept(
     shared = shared_group(process_group if ddp is None else ddp.process_group)
     if shared is not None and shared.size() > 1:
         check_hooks(parameters, [*idle, *([] if ddp is None else [ddp])])
-    return Accepted(module, inner, ddp, members or (_called(module, ddp),), parameters)
+    return Accepted(module, inner, ddp, called, parameters)
 
 
 def joined(modules: Sequence[Any]) -> nn.ModuleList:
@@ -219,14 +225,16 @@ def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Paramet
                 if id(parameter) not in names and parameter.requires_grad and parameter.numel() > 0:
                     raise refused(
                         f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not in the "
-                        "module; make it from module.parameters() of the module given here"
+                        "module; make it from module.parameters() of the module given here, or give attach a list with "
+                        "the module that has that parameter"
                     )
                 if owner.setdefault(id(parameter), number) != number:
                     raise refused(f"{names.get(id(parameter), 'a parameter')} is in two of the optimizers")
     missing = [name for key, name in names.items() if key not in owner] if optimizers else []
     if missing:
         raise refused(
-            f"{missing[0]} is in none of the optimizers; give all optimizers of the module to attach, as a list"
+            f"{missing[0]} is in none of the optimizers; give all optimizers of the module to attach, as a list, or "
+            "freeze it with requires_grad_(False) if it is not to be trained"
         )
 
 

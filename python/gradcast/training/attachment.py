@@ -21,7 +21,7 @@ from gradcast.training.compat.module_hooks import InputsHook, UncopiedHook, arou
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call
 from gradcast.training.plan.balancing import Balancing, SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.sessions.kinds import Setup
-from gradcast.training.sessions.session import Session
+from gradcast.training.sessions.session import Session, is_evaluation
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
 from gradcast.training.step.weights import GivenWeights
 
@@ -45,7 +45,7 @@ class Attachment:
         if accepted.ddp is not None:
             self._taken_over = DdpTakeover(accepted.ddp, self._joining, self._joined)
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
-        if accepted.ddp is not None:
+        if accepted.ddp is not None and not isinstance(accepted.module, torch.jit.ScriptModule):
             self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
         if self._options.weight == "samples":
             self._weigh_samples()
@@ -156,10 +156,14 @@ class Attachment:
         if split:
             self._compiled.resolve_first(called)
 
-    def _before_inner(self, _: nn.Module, __: Any, ___: bool) -> None:
-        """The module inside a wrapper may be traced alone. The trace must not contain our waiting."""
-        if torch.jit.is_tracing() and not self.session.released:
+    def _before_inner(self, inner: nn.Module, __: Any, ___: bool) -> None:
+        """The module inside a wrapper may be called alone."""
+        if self.session.released:
+            return
+        if torch.jit.is_tracing():  # the trace must not contain our waiting
             self.session.complete_step()
+        elif is_evaluation(inner):
+            self.session.before_evaluation()
 
     def _after_forward(self, called: nn.Module, output: Any, _: bool) -> None:
         if self.session.released:
