@@ -62,7 +62,7 @@ class Halfway(torch.optim.SGD):
     half_done, looked = threading.Event(), threading.Event()
 
     def __init__(self, parameters):
-        super().__init__(parameters, lr=0.1)
+        super().__init__(parameters, lr=0.1, momentum=0.9)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -81,6 +81,7 @@ class Halfway(torch.optim.SGD):
 LOOKS = {
     "values": lambda module, optimizer: float(module[0].weight.abs().sum()),
     "module": lambda module, optimizer: module[0](torch.ones(1, 12)).tolist(),
+    "state": lambda module, optimizer: float(optimizer.state[module[0].weight]["momentum_buffer"].sum()),
     "zero_grad": lambda module, optimizer: optimizer.zero_grad(),
     "zero_grad in place": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
 }

@@ -58,7 +58,7 @@ class Session(SessionBase):
         self._handles = self._gradients.install(self)
         if self.buffers.residuals:
             self._handles.append(residuals.refuse_scalers_of(parameters.values(), self))
-        self._steps.intercept(self._on_step, self.flush)
+        self._steps.intercept(self._on_step, self.flush, lambda: self._lock)
 
     # --- For the handle (TrainingSession) ---
 

@@ -5,10 +5,11 @@ reached through ``optimizer.state``, which is guarded itself; an update may also
 create the entries of the first step. One access is not seen: a number in the entry of one parameter
 (``optimizer.state[p]``) to which the program has kept a reference.
 
-Thread safety: under the session's lock.
+Thread safety: under the session's lock, which an access takes.
 """
 
 import collections
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 from gradcast.training.compat import extension
 from gradcast.training.step import pending
 from gradcast.training.step.parameter_state import ParameterState
+
+Lock = Callable[[], contextlib.AbstractContextManager]
 
 
 class _OpenState(collections.defaultdict):
@@ -63,10 +66,11 @@ for _name in (
 
 
 class OptimizerStateGuard:
-    """Guards the state of one optimizer. ``complete_updates`` runs every update that is due."""
+    """Guards the state of one optimizer. ``complete_updates`` runs every update that is due. ``lock`` returns the
+    session's, which a forked child replaces."""
 
-    def __init__(self, optimizer: Optimizer, complete_updates: Callable[[], None]) -> None:
-        self._optimizer, self._complete_updates = optimizer, complete_updates
+    def __init__(self, optimizer: Optimizer, complete_updates: Callable[[], None], lock: Lock) -> None:
+        self._optimizer, self._complete_updates, self._lock = optimizer, complete_updates, lock
         self._is_updating = False
         self._guarded: GuardedState | None = None  # the state of the step whose updates are due
         self._entries: dict[int, tuple[ParameterState, list[torch.Tensor]]] = {}  # by index: its pending tensors
@@ -110,10 +114,11 @@ class OptimizerStateGuard:
         found = [state for state, tensors in self._entries.values() if any(each is tensor for each in tensors)]
         return ([] if self._is_updating else found) if found else None
 
-    def update(self, action: Callable[[], None]) -> None:
-        """Runs the optimizer's own step, which waits for nothing."""
+    def update(self, action: Callable[[], None], *, hidden: bool = False) -> None:
+        """Runs the optimizer's own step, which waits for nothing. ``hidden``: other threads wait for its end."""
         self._is_updating = True
-        self._guarded.__class__ = _OpenState
+        if not hidden:
+            self._guarded.__class__ = _OpenState  # asks nobody
         try:
             action()
         finally:
@@ -129,8 +134,9 @@ class OptimizerStateGuard:
             self._optimizer.state = collections.defaultdict(dict, dict.items(state))
 
     def _before_access(self) -> None:
-        if not self._is_updating:
-            self._complete_updates()
+        with self._lock():
+            if not self._is_updating:
+                self._complete_updates()
 
 
 def _tensors_in(entry: Any) -> list[torch.Tensor]:

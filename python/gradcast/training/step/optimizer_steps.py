@@ -19,7 +19,7 @@ from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.step import parameter_state, partial_step
 from gradcast.training.step.clipping import ValueClipping
 from gradcast.training.step.gradient_hooks import GradientHooks
-from gradcast.training.step.optimizer_state import OptimizerStateGuard
+from gradcast.training.step.optimizer_state import Lock, OptimizerStateGuard
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.update_stream import UpdateStream
@@ -66,12 +66,13 @@ class OptimizerSteps:
         self.updating: frozenset[ParameterState] = frozenset()  # by another thread than that
         self._failure: Error | None = None  # of an update; parameters are wrong since
 
-    def intercept(self, on_step: Callable[[int], None], flush: Callable[[], None]) -> None:
+    def intercept(self, on_step: Callable[[int], None], flush: Callable[[], None], lock: Lock) -> None:
         """Makes ``step()`` of optimizer k call ``on_step(k)``, and its state_dict() return a completed step's state."""
         self._interceptions = partial_step.intercepted(self._optimizers, on_step)
         for number, optimizer in enumerate(self._optimizers):
             self._interceptions[number].flush_before_state(flush)
-            self._guards.append(OptimizerStateGuard(optimizer, functools.partial(self._on_state_access, number)))
+            on_access = functools.partial(self._on_state_access, number)
+            self._guards.append(OptimizerStateGuard(optimizer, on_access, lock))
 
     def release(self) -> None:
         for interception, guard in zip(self._interceptions, self._guards, strict=True):
@@ -374,7 +375,7 @@ class OptimizerSteps:
         updates = native.fields(part, "update_grad")
         before, failure = native.swap_gradients(parameters, updates), None
         try:
-            guard.update(lambda: self._partial[number].run(used, last=last))
+            guard.update(lambda: self._partial[number].run(used, last=last), hidden=hidden)
         except BaseException as error:
             failure = error
             raise
