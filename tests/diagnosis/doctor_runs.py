@@ -119,7 +119,7 @@ def _rank_steps(now, rank, slow, buffers, dice):
     layers_ms = {"fc": 3.0, "layer3.0.conv1": own[slow]}
     probes = {"alone": alone, "node": alone, "cluster": cluster}
     host = f"host{rank // 2}"
-    return RankSteps(rank, rank // 2, host, normal, probes, computing, layers_ms=layers_ms)
+    return RankSteps(rank, host, normal, probes, computing, layers_ms=layers_ms)
 
 
 def _version(version, from_step, plan, predicted_ms):

@@ -97,7 +97,7 @@ MISTAKEN = facts(REGISTERED[::-1], device="cuda", find_unused_parameters=True, r
 
 def rank(number, cluster_ms, **changes):
     """Rank 0 is on host a, rank 1 on host b."""
-    steps = RankSteps(number, number, "ab"[number], {"step": [30.0]}, {"cluster": {"step": cluster_ms}}, computing={})
+    steps = RankSteps(number, "ab"[number], {"step": [30.0]}, {"cluster": {"step": cluster_ms}}, computing={})
     return doctor_runs.measured(steps, **changes)
 
 

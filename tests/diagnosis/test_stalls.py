@@ -95,7 +95,6 @@ def rank_steps(
     normal = {"step": step, "loop": loop, "loader": loader, "exposed": 1}
     return RankSteps(
         rank=rank,
-        node=rank // 2,
         host=f"host{rank // 2}",
         normal={name: sample(ms) for name, ms in normal.items()},
         probes={

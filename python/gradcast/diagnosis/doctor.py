@@ -125,12 +125,13 @@ class Doctor:
 
     def _measure(self, group: Group, progress: Progress) -> RankMeasurements:
         hosts = network_hosts.names(group.gather(own_host()))
-        nodes, node = Hosts.of(hosts).ranks, Hosts.of(hosts).host_of[group.rank]
+        nodes = Hosts.of(hosts).ranks
         ordinary = self.observer.steps[WARMUP_STEPS:]
         probes = Prober(self._ddp, self._optimizers, list(self.observer.recorded_steps), group.own)
         # In the same order on all ranks, because making a wrapper is collective.
         kinds = prober.kinds(nodes)
-        members = {"alone": [group.rank], "node": nodes[node], "cluster": range(group.world_size)}
+        own_node = next(ranks for ranks in nodes if group.rank in ranks)
+        members = {"alone": [group.rank], "node": own_node, "cluster": range(group.world_size)}
         groups = {name: self._group_of(members[name]) for name in members if name in kinds.values()}
         makers = {name: functools.partial(probes.wrapper, of_kind) for name, of_kind in groups.items()}
         options = _costly_options(self._ddp)
@@ -155,7 +156,6 @@ class Doctor:
         return RankMeasurements(
             RankSteps(
                 rank=group.rank,
-                node=node,
                 host=hosts[group.rank],
                 normal={name: [each[name] for each in ordinary] for name in ordinary[0]},
                 probes={kind: found[stand_in] for kind, stand_in in kinds.items()},

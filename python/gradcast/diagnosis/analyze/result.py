@@ -30,7 +30,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
     known_parts = [part for part in PARTS if not (launch_unknown and part == "launch")]
     own = None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
     profile = None if own is None else in_a_ring(own)
-    hosts = Hosts(tuple(each.node for each in steps))
+    hosts = Hosts.of([each.host for each in steps])
     situation = Situation(
         found,
         setup,
@@ -66,7 +66,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
             "normal": len(steps[0].normal["step"]),
             "probe": ranks[0].probe_steps,
         },
-        **_breakdown_fields(found, steps, known_parts),
+        **_breakdown_fields(found, steps, hosts, known_parts),
         "launching_untold": launch_unknown,
         "overlap_left_out": actions.overlap_left_out(situation),
         "early_waits": actions.early_waits(situation),
@@ -81,7 +81,9 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
     }
 
 
-def _breakdown_fields(found: Breakdown, steps: Sequence[RankSteps], known_parts: Sequence[str]) -> dict[str, Any]:
+def _breakdown_fields(
+    found: Breakdown, steps: Sequence[RankSteps], hosts: Hosts, known_parts: Sequence[str]
+) -> dict[str, Any]:
     return {
         "step": found.step.fields(),
         "view_rank": found.view_rank,
@@ -90,7 +92,7 @@ def _breakdown_fields(found: Breakdown, steps: Sequence[RankSteps], known_parts:
             {
                 "rank": each.rank,
                 "host": each.host,
-                "node": each.node,
+                "node": hosts.host_of[each.rank],
                 "step_ms": statistics.median(each.normal["step"]),
                 "own_ms": each.own_ms,
                 "parts": {part: parts[part] for part in known_parts},

@@ -53,7 +53,7 @@ def cached_wait(wait: float, read: float, prepare: float, workers: int) -> float
 class RankSteps:
     """One rank's step times in ms.
 
-    * ``node``: the number of the rank's node.
+    * ``host``: its name, which no other host has.
     * ``normal``: ordinary steps in order, by stage ("step", "loop", "loader", ...).
     * ``probes``: steps without data loading, by kind ("alone", "node", "cluster") and stage ("step", "forward",
       "backward", "update").
@@ -63,7 +63,6 @@ class RankSteps:
     """
 
     rank: int
-    node: int
     host: str
     normal: Mapping[str, Sequence[float]]
     probes: Mapping[str, Mapping[str, Sequence[float]]]
@@ -161,7 +160,8 @@ def breakdown(ranks: Sequence[RankSteps], sync_phases: Sequence[Sequence[str]] =
     for kind in TRAFFIC:
         cost = _communication(ranks, kind)
         parts[kind] = Estimate(*(max(0.0, ms - hidden_ms[kind]) for ms in (cost.value, cost.low, cost.high)))
-    parts["waiting"] = _waiting(view, slowest, all_ranks_ms)
+    its_own = [slowest.own_estimate(part) for part in OWN]
+    parts["waiting"] = _combined(all_ranks_ms - view.own_ms, its_own, [parts[part] for part in OWN])
     left = step.value - sum(part.value for part in parts.values())
     parts["rest"] = _combined(left, [step], list(parts.values()))
     return Breakdown(
@@ -172,11 +172,6 @@ def breakdown(ranks: Sequence[RankSteps], sync_phases: Sequence[Sequence[str]] =
         _straggler(view, slowest, step.value, parts["waiting"]),
         sync_phases,
     )
-
-
-def _waiting(view: RankSteps, slowest: RankSteps, all_ranks_ms: float) -> Estimate:
-    mine, its = ([each.own_estimate(part) for part in OWN] for each in (view, slowest))
-    return _combined(all_ranks_ms - view.own_ms, its, mine)
 
 
 def _combined(value: float, added: Sequence[Estimate], taken_off: Sequence[Estimate]) -> Estimate:

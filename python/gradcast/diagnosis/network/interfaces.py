@@ -58,11 +58,12 @@ def described(name: str, addresses: Sequence[str], system: Path = _SYSTEM) -> In
     """Reads an interface's properties below ``system``. An unknown interface counts as hardware without a speed."""
     folder = system / name
     is_physical = not folder.exists() or _is_physical(folder)
+    digits = system_file(folder / "speed")  # -1: not known
     return Interface(
         name=name,
         addresses=tuple(addresses),
         # Virtual interfaces report invented speeds: veth reports 10 Gbit/s, whatever is behind it.
-        speed_mbit_per_s=_speed(folder) if is_physical else None,
+        speed_mbit_per_s=int(digits) or None if is_physical and digits.isdigit() else None,
         physical=is_physical,
         loopback=name == "lo" or any(_is_loopback(address) for address in addresses),
         up=system_file(folder / "operstate") in ("", "up", "unknown"),
@@ -148,8 +149,3 @@ def _is_physical(folder: Path, depth: int = 4) -> bool:
     if kind in _TUNNELS or depth == 0:
         return False
     return any(_is_physical(folder.parent / below.name[6:], depth - 1) for below in folder.glob("lower_*"))
-
-
-def _speed(folder: Path) -> int | None:
-    digits = system_file(folder / "speed")
-    return int(digits) or None if digits.isdigit() else None  # -1: not known
