@@ -194,7 +194,10 @@ def table(lines: list[dict[str, Any]]) -> str:
     lines = sorted(lines, key=lambda line: order.index(line["cell"]))
     stand_ins, real = ([line for line in lines if bool(line["ratio"]) is wanted] for wanted in (True, False))
     full = [line for line in stand_ins if (line["hosts"], line["ratio"]) == (FULL_HOSTS, FULL_RATIO)]
-    tables = [_hosts_table(stand_ins, hosts) for hosts in sorted({line["hosts"] for line in stand_ins})]
+    tables = [
+        _titled(f"{hosts} hosts", [_cells(line) for line in stand_ins if line["hosts"] == hosts], HEADERS)
+        for hosts in sorted({line["hosts"] for line in stand_ins})
+    ]
     tables += [make(chosen) for make, chosen in ((_full_table, full), (_real_table, real)) if chosen]
     return "\n\n".join([_summary(stand_ins), *tables])
 
@@ -231,10 +234,6 @@ HEADERS = [
 
 def _titled(title: str, rows: list[list[str]], headers: list[str]) -> str:
     return f"**{title}** (ms per step)\n\n{tabulate(rows, headers, tablefmt='github', disable_numparse=True)}"
-
-
-def _hosts_table(lines: list[dict[str, Any]], hosts: int) -> str:
-    return _titled(f"{hosts} hosts", [_cells(line) for line in lines if line["hosts"] == hosts], HEADERS)
 
 
 def _real_table(lines: list[dict[str, Any]]) -> str:

@@ -23,7 +23,7 @@ def draw_scaling(path: str, band: Band, *, title: str) -> None:
     )
     for column, network in enumerate(networks):
         own = {algorithm: points for (name, algorithm), points in curves.items() if name == network}
-        _draw_curves(panels[0][column], own, _steps_ms)
+        _draw_curves(panels[0][column], own, lambda p: (p.low_ns / 1e6, p.step_ns / 1e6, p.high_ns / 1e6))
         _draw_curves(panels[1][column], own, _efficiencies)
         panels[0][column].set_title("the measured network" if network == MEASURED else network, fontsize=10)
         panels[1][column].set_xlabel("workers")
@@ -64,10 +64,6 @@ def _marker(basis: str) -> dict[str, Any]:
         "markerfacecoloralt": "white",
         "linestyle": "none",
     } | ({"markerfacecolor": "white"} if basis == "extrapolated" else {})
-
-
-def _steps_ms(point: Point) -> tuple[float, float, float]:
-    return point.low_ns / 1e6, point.step_ns / 1e6, point.high_ns / 1e6
 
 
 def _efficiencies(point: Point) -> tuple[float, float, float]:

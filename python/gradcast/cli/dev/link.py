@@ -104,13 +104,11 @@ def _print(op: str, fit: _core.LinkFit, sample_count: int) -> None:
     rows = []
     for piece in fit.cost.pieces:
         end = "any" if piece.up_to_bytes is None else format_size(piece.up_to_bytes)
-        rows.append([end, f"{piece.alpha_ns / 1e3:.1f}", f"{piece.beta_ns_per_byte:.4f}", _bandwidth(piece)])
+        beta = piece.beta_ns_per_byte
+        bandwidth = "-" if beta == 0 else f"{format_size(1e9 / beta)}/s"
+        rows.append([end, f"{piece.alpha_ns / 1e3:.1f}", f"{beta:.4f}", bandwidth])
     common.print_table(rows, ["up to", "alpha us", "beta ns per byte", "bandwidth"], "rrrr")
     print()
-
-
-def _bandwidth(piece: _core.LinkPiece) -> str:
-    return "-" if piece.beta_ns_per_byte == 0 else f"{format_size(1e9 / piece.beta_ns_per_byte)}/s"
 
 
 def _as_json(fits: dict[str, _core.LinkFit], samples: Samples) -> dict[str, Any]:

@@ -76,21 +76,14 @@ def run_show(args: argparse.Namespace) -> None:
         f"{len(small)} of the tensors are smaller than {format_size(_SMALL_BYTES)} and hold "
         f"{100 * sum(tensor.bytes for tensor in small) / total_bytes(profile):.1f} % of the bytes"
     )
-    print("link: " + _link(profile))
+    none = "none; give commands --bandwidth or --network"
+    print(f"link: {none if profile.link is None else common.describe_cost(profile.link.all_reduce)}")
     print()
     largest = sorted(range(len(profile.tensors)), key=lambda index: -profile.tensors[index].bytes)[:_LARGEST]
     rows = [_tensor_cells(index, profile.tensors[index]) for index in sorted(largest)]
     common.print_table(rows, ["#", "tensor", "size", "ready ms", "first use ms"], "rlrrr")
     if len(profile.tensors) > _LARGEST:
         print(f"(the {_LARGEST} largest of {len(profile.tensors)}; times from the start of backward and of forward)")
-
-
-def _link(profile: _core.Profile) -> str:
-    return (
-        "none; give commands --bandwidth or --network"
-        if profile.link is None
-        else common.describe_cost(profile.link.all_reduce)
-    )
 
 
 def _tensor_cells(index: int, tensor: _core.Tensor) -> list[Any]:
