@@ -15,13 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from tabulate import tabulate
 
-import gradcast
 from benchmarks.on_hosts import measured, parser_of
 from benchmarks.pages import run_program
 from gradcast.files import load_profile
 from gradcast.lab.models import StandInTask
 from gradcast.lab.settings import Settings
-from gradcast.lab.trainer import Training
+from gradcast.lab.trainer import attached
 
 _CALIBRATION_STEPS = 9  # of a new plan, that may correct it
 _LEFT_OUT = 2  # the first steps open TCP's windows
@@ -34,14 +33,13 @@ def train(args: argparse.Namespace, state: dict[str, Any] | None) -> dict[str, A
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     profile = load_profile("resnet50", args.scale).to_json()
     task = StandInTask(Settings("resnet50", profile, scale_size=args.scale_size), own)
-    module = task.module()
-    optimizer = task.optimizer(module)
-    handle = gradcast.attach(module, optimizer)
+    training = attached(task)
+    handle = training.handle
     if state is not None:
         handle.load_state_dict(state if own == 0 else {})
     steps = [
         {"ms": ms, "predicted_ms": handle.stats()["predicted_ms"], "measures": handle.measuring}
-        for ms in Training(task, module, optimizer).steps(task.batches(0, args.steps))
+        for ms in training.steps(task.batches(0, args.steps))
     ]
     state = handle.state_dict()
     handle.detach()

@@ -181,17 +181,12 @@ def step_s(run: dict[str, Any]) -> float:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     called, handle = attached(run, module, optimizer)
     training = Training(task, called, optimizer, handle)
-
-    def steps(count: int) -> float:
-        start = time.perf_counter()
-        training.train(count)
-        training.finish()
-        return (time.perf_counter() - start) / count
-
-    warm_s = torch.tensor(steps(max(run["every"], 2 if handle is None else _WARMUP_STEPS)))
+    warmup_count = max(run["every"], 2 if handle is None else _WARMUP_STEPS)
+    warm_s = torch.tensor(training.duration_s(warmup_count) / warmup_count)
     dist.broadcast(warm_s, 0)  # all ranks make the same number of steps
     count = max(_TIMED_STEPS_MIN, min(_TIMED_STEPS, int(_TIMED_S / float(warm_s))))
-    found = steps(run["every"] * -(-count // run["every"]))
+    count = run["every"] * -(-count // run["every"])
+    found = training.duration_s(count) / count
     training.detach()
     return found
 

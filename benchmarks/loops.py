@@ -27,7 +27,7 @@ from gradcast.files import with_fields
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
 from gradcast.lab.standin import GRADIENT_SIZE, Gradients, Layer, SimulatedDevice, StandIn, Wait
-from gradcast.lab.trainer import Training, ddp_alone
+from gradcast.lab.trainer import Training, attached, ddp_alone
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.units import format_bandwidth
 
@@ -42,9 +42,7 @@ def _ddp(task: Task, module: nn.Module) -> Training:
 
 
 def _overlap(task: Task, module: nn.Module, **options: Any) -> Training:
-    optimizer = task.optimizer(module)
-    handle = gradcast.attach(module, optimizer, options=gradcast.Options(**_OPTIONS, **options))
-    return Training(task, module, optimizer, handle)
+    return attached(task, module, **_OPTIONS, **options)
 
 
 def _average_of(module: nn.Module) -> AveragedModel:

@@ -28,7 +28,7 @@ from gradcast.comparison.compare import total_bytes
 from gradcast.files import load_profile, plan_hash, scaled_profile
 from gradcast.lab.models import StandInTask, Task, make_task
 from gradcast.lab.settings import REAL_MODELS, Settings
-from gradcast.lab.trainer import Training
+from gradcast.lab.trainer import Training, attached
 from gradcast.training.plan.agreement import plan_text
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.plan.candidates import best_for_steps, choose_plan
@@ -51,25 +51,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(args.model, profile.to_json(), scale_size=_GRADIENT_BYTES / total_bytes(profile))
 
 
-class Copies:
-    """Of the model, each step of a stand-in with another speed."""
+def started(task: Task, scatter: float, plan: str | None = None) -> Training:
+    """A copy of the model; a stand-in has another speed in each step."""
+    training, chance = attached(task, plan=plan), random.Random(dist.get_rank())
 
-    def __init__(self, task: Task, scatter: float) -> None:
-        self.task, self._scatter = task, scatter
-        self._chance = random.Random(dist.get_rank())
+    def change_speed() -> None:
+        task.device.factor = max(0.5, chance.gauss(1.0, scatter))
 
-    def training(self, plan: str | None = None) -> Training:
-        module = self.task.module()
-        optimizer = self.task.optimizer(module)
-        handle = gradcast.attach(module, optimizer, options=gradcast.Options(plan=plan))
-        training = Training(self.task, module, optimizer, handle)
-        if isinstance(self.task, StandInTask):
-            training.after_step = self._change_speed
-        training.turn(_SETTLING_STEPS)
-        return training
-
-    def _change_speed(self) -> None:
-        self.task.device.factor = max(0.5, self._chance.gauss(1.0, self._scatter))
+    if isinstance(task, StandInTask):
+        training.after_step = change_speed
+    training.turn(_SETTLING_STEPS)
+    return training
 
 
 def made_plans(profile: _core.Profile, variation: StepVariation, folder: str) -> list[dict[str, Any]]:
@@ -93,8 +85,8 @@ def train(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     """One rank."""
     own = dist.get_rank()
     with tempfile.TemporaryDirectory() as folder:
-        copies = Copies(make_task(settings, own), args.scatter)
-        measuring = copies.training()
+        task = make_task(settings, own)
+        measuring = started(task, args.scatter)
         view = measuring.handle._view()
         told: list[Any] = [made_plans(view.profile, view.variation, folder) if own == 0 else None]
         dist.broadcast_object_list(told)
@@ -103,7 +95,7 @@ def train(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
         measuring.detach()
         times_ms: list[list[float]] = [[], []]
         if plans[0]["hash"] != plans[1]["hash"]:
-            trainings = [copies.training(plan["path"]) for plan in plans]
+            trainings = [started(task, args.scatter, plan["path"]) for plan in plans]
             for index in in_turns((0, 1), args.rounds):
                 times_ms[index] += trainings[index].turn(args.steps)
     return {"plans": plans, "times_ms": times_ms, "link": variation.link, "compute": variation.compute}

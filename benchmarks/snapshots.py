@@ -17,7 +17,6 @@ import socket
 import statistics
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from benchmarks.on_hosts import in_turns, measured, parser_of
 from benchmarks.pages import run_program
 from gradcast.lab.models import make_task
 from gradcast.lab.settings import Settings
-from gradcast.lab.trainer import Training
+from gradcast.lab.trainer import Training, attached
 
 KINDS = ("none", "gradcast", "torch.save", "async_save")
 _STEPS_MIN = 12  # of a turn; and two intervals, as what later snapshots cost is told with the third
@@ -39,20 +38,9 @@ _STEPS_MIN = 12  # of a turn; and two intervals, as what later snapshots cost is
 
 def started(model: str, scale_size: float) -> Training:
     profile = None if model == "char_gpt" else gradcast.load_profile(model).to_json()
-    task = make_task(Settings(model, profile, scale_size=scale_size), dist.get_rank())
-    module = task.module()
-    optimizer = task.optimizer(module)
-    training = Training(task, module, optimizer, gradcast.attach(module, optimizer))
-    duration_s(training, 30)  # the warm-up, and the plan's first steps
+    training = attached(make_task(Settings(model, profile, scale_size=scale_size), dist.get_rank()))
+    training.turn(30)  # the warm-up, and the plan's first steps
     return training
-
-
-def duration_s(training: Training, count: int) -> float:
-    """Of the next ``count`` steps, all updates included."""
-    start_s = time.perf_counter()
-    training.train(count)
-    training.handle.flush()
-    return time.perf_counter() - start_s
 
 
 def state(training: Training) -> dict[str, Any]:
@@ -91,7 +79,7 @@ def sync_over_network() -> None:
 def chosen_every(training: Training, folder: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """The statistics after so many steps with snapshots as often as gradcast chooses."""
     taking = training.handle.snapshots(folder / "chosen", **options)
-    duration_s(training, steps)
+    training.turn(steps)
     taking.close()
     return taking.stats()
 
@@ -125,8 +113,8 @@ def timed(
     taking = training.handle.snapshots(folder, every=every, **options) if kind == "gradcast" else None
     count = every * max(2, -(-_STEPS_MIN // every))
     training.after_step = save
-    duration_s(training, every + 1)
-    step_s = duration_s(training, count) / count
+    training.turn(every + 1)
+    step_s = training.duration_s(count) / count
     while pending:
         pending.pop().result()
     if taking is None:

@@ -3,10 +3,9 @@
 from training.needs import torch
 
 
-def groups_of_variants(rank):
+def line():
+    """A task of one layer."""
     from gradcast.lab.models import Task
-    from gradcast.lab.trainer import Trainer
-    from gradcast.lab.variants import Variant
 
     class Line(Task):
         def _make_module(self):
@@ -18,9 +17,16 @@ def groups_of_variants(rank):
         def batches(self, first, count):
             return [(torch.ones(2, 4), torch.zeros(2, 4))] * count
 
+    return Line()
+
+
+def groups_of_variants(rank):
+    from gradcast.lab.trainer import Trainer
+    from gradcast.lab.variants import Variant
+
     groups = []
     for name, caps_mib in (("ddp", ()), ("ddp:4", (4.0,))):
-        trainer = Trainer(Variant(name, "ddp", caps_mib), Line())
+        trainer = Trainer(Variant(name, "ddp", caps_mib), line())
         assert all(ms > 0 for ms in trainer.train(2))
         groups.append(trainer.called.process_group)
     return groups[0] is not groups[1] and torch.distributed.group.WORLD not in groups

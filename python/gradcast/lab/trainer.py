@@ -55,6 +55,13 @@ class Training:
         self.finish()
         return times_ms[1:]
 
+    def duration_s(self, count: int) -> float:
+        """Trains ``count`` steps, and returns how long they take with all updates."""
+        start = time.perf_counter()
+        self.train(count)
+        self.finish()
+        return time.perf_counter() - start
+
     def finish(self) -> None:
         """Waits for everything in flight, and frees the gradients."""
         if self.handle:
@@ -64,6 +71,14 @@ class Training:
     def detach(self) -> None:
         if self.handle:
             self.handle.detach()
+
+
+def attached(task: Task, module: nn.Module | None = None, **options: Any) -> Training:
+    """A model of the task, or ``module``, in overlap mode with these options of gradcast. Collective."""
+    module = module or task.module()
+    optimizer = task.optimizer(module)
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(**options))
+    return Training(task, module, optimizer, handle)
 
 
 class Trainer(Training):
