@@ -128,7 +128,6 @@ class GradientBuffers(GradientSizes):
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []  # of the views when they were made; `grad.data = ...` gives a view other memory
         self.apart: set[int] = set()  # parameters whose .grad has memory of its own
-        self._flags: list[torch.Tensor] = []  # by parameter: its usage flag, one element
         self._flag_offsets: list[torch.Tensor] = []  # by buffer: the offsets of its usage flags
         self.offsets = [0] * len(self.parameters)  # by parameter: of its gradient, in elements
         self._members: list[list[int]] = []  # by buffer: its parameters, in the order of the offsets
@@ -143,12 +142,9 @@ class GradientBuffers(GradientSizes):
     def move_out(self) -> None:
         """Moves gradients out of the buffers, except those that the program keeps, and frees the memory. This object
         must not be used afterwards."""
-        kept = self._kept()
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, (view, parameter) in enumerate(self._pairs()):
-                if parameter.grad is view and index not in kept:
-                    parameter.grad = view.clone()
-        self.flats, self.views, self._flags, self.reports, self.residuals = [], [], [], torch.Tensor(), {}
+        for index, gradient in self._moving(self._kept()).items():
+            self.parameters[index].grad = gradient
+        self.flats, self.views, self.reports, self.residuals = [], [], torch.Tensor(), {}
 
     def flag_all_used(self) -> None:
         """This rank uses every parameter, unless told otherwise. REQUIRES: nothing of the buffers travels."""
@@ -156,11 +152,14 @@ class GradientBuffers(GradientSizes):
             flat.index_fill_(0, offsets, 1.0)
 
     def flag_unused(self, index: int, *, frozen: bool) -> None:
-        self._flags[index].fill_(0.0 if frozen else self._unused)
+        self._set_flag(index, 0.0 if frozen else self._unused)
 
     def flag_failed(self, index: int) -> None:
         """This rank's backward pass has failed before it reached this parameter. No sum hides a NaN."""
-        self._flags[index].fill_(float("nan"))
+        self._set_flag(index, float("nan"))
+
+    def _set_flag(self, index: int, value: float) -> None:
+        self.flats[self.buffer_of[index]][self.offsets[index] + self.flag_offset_of(index)] = value
 
     def residual_of(self, index: int) -> torch.Tensor:
         """The residual of a gradient that has groups, like its view."""
@@ -237,7 +236,6 @@ class GradientBuffers(GradientSizes):
         reports = self.reports.clone()
         left_behind = {self.buffer_of[index] for index in kept}
         self.views = [torch.Tensor()] * len(self.parameters)
-        self._flags = [torch.Tensor()] * len(self.parameters)
         for buffer, flat in enumerate(self.flats):
             if buffer in left_behind:
                 self.flats[buffer] = self._new_flat(buffer)
@@ -255,7 +253,6 @@ class GradientBuffers(GradientSizes):
             end = offsets[buffer] = lo + self.elements_of(index)
             flag = lo + self.flag_offset_of(index)
             self.views[index] = _view(self.flats[buffer], lo, parameter)
-            self._flags[index] = self.flats[buffer][flag]
             if index == self.reports_index:
                 self.reports = self.flats[buffer][flag + 1 : flag + 1 + REPORT_ELEMENTS]
             width = parameter.element_size()

@@ -37,10 +37,9 @@ class ModuleBuffers:
     ) -> None:
         """``modules``: those whose forward is called."""
         self.index = index
-        self._modules, self._parts = list(modules), [_Part(module) for module in modules]
+        self._parts = {module: _Part(module) for module in modules}
         self._buffers, self._exchange, self._group = exchange.buffers, exchange, group
-        self._layout: object = None  # that of the slots
-        self._slots: list[list[torch.Tensor]] = []  # by part and buffer: its place in the tensor
+        self._layout: object = None  # that of the parts' slots
         self._is_written = False  # in the open step
         self._unchanged: dict[int, torch.Tensor] = {}  # before the borrowed forward pass that runs
         # Checkpoints run forward again inside backward. Until the first pass has shown whether they do: None.
@@ -49,7 +48,7 @@ class ModuleBuffers:
     def on_backward_begin(self) -> bool:
         """Returns whether the buffers are in their tensor, which travels from now on. REQUIRES: nothing travels."""
         self._is_written = False
-        for part in self._parts:
+        for part in self._parts.values():
             part.look()
         if self._changes_in_backward is False:
             self._write()
@@ -57,7 +56,7 @@ class ModuleBuffers:
 
     def on_backward_end(self) -> bool:
         """As ``on_backward_begin``, if the tensor does not travel yet; otherwise False."""
-        changed = [part.look() for part in self._parts]
+        changed = [part.look() for part in self._parts.values()]
         self._changes_in_backward = bool(self._changes_in_backward) or any(changed)
         if self._is_written:
             return False
@@ -72,8 +71,7 @@ class ModuleBuffers:
         ``needed``: backward of an earlier pass still needs this rank's values, so they stay. (With DDP that backward
         raises.)
         """
-        number = self._number_of(module)
-        part = self._parts[number]
+        part = self._parts[module]
         arriving, due = part.arriving, part.due
         if not arriving and not (module.training and torch.is_grad_enabled()):
             return
@@ -83,8 +81,9 @@ class ModuleBuffers:
         if arriving and not needed and not is_first:
             self._exchange.wait([self.index])
             # What the program has changed since backward, on all ranks alike (load_state_dict), stays.
-            slots, tensors = self._slots_now()[number], part.unchanged()
-            _copy([(each, slots[position]) for position, each in tensors.items()])
+            self._follow_layout()
+            tensors = part.unchanged()
+            _copy([(each, part.slots[position]) for position, each in tensors.items()])
             part.still_unchanged(tensors)
         elif due and not arriving:
             tensors = part.current()
@@ -96,62 +95,61 @@ class ModuleBuffers:
 
     def before_borrowed_forward(self, module: nn.Module) -> None:
         """A forward pass begins with other tensors in place of the module's own (functional_call)."""
-        self._unchanged = self._parts[self._number_of(module)].unchanged()
+        self._unchanged = self._parts[module].unchanged()
 
     def after_borrowed_forward(self, module: nn.Module) -> None:
         """What that pass has changed is not the program's, so rank 0's values replace it."""
-        self._parts[self._number_of(module)].still_unchanged(self._unchanged)
+        self._parts[module].still_unchanged(self._unchanged)
         self._unchanged = {}
 
     def send_before_forward(self) -> None:
         """What has travelled is dropped: the next forward pass begins with sending."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.due, part.arriving = part.due or part.arriving, False
 
     def on_sent(self) -> None:
         """All ranks have rank 0's buffers."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.due = part.arriving = False
 
     def release(self) -> None:
         """Lets go of the gradient buffers."""
-        self._slots, self._layout = [], None
-
-    def _number_of(self, module: nn.Module) -> int:
-        return next(number for number, each in enumerate(self._modules) if each is module)
+        self._layout = None
+        for part in self._parts.values():
+            part.slots = []
 
     def _write(self) -> None:
         self._is_written = True
-        slots = self._slots_now()
+        self._follow_layout()
         if self._group.rank != 0:
             self._buffers.views[self.index].zero_()
-        for part, own in zip(self._parts, slots, strict=True):
+        for part in self._parts.values():
             if not part.fits:
                 continue
             part.due, part.arriving = False, True
             if self._group.rank == 0:
-                _copy(list(zip(own, part.tensors, strict=True)))
+                _copy(list(zip(part.slots, part.tensors, strict=True)))
 
-    def _slots_now(self) -> list[list[torch.Tensor]]:
-        if self._layout is not self._buffers.layout:
-            self._layout = self._buffers.layout
-            where = next(each for each in self._buffers.layout if each.name == BUFFERS_NAME)
-            memory, at = self._buffers.flats[where.buffer].view(torch.uint8), where.lo_bytes
-            self._slots = []
-            for part in self._parts:
-                self._slots.append([])
-                for shape, dtype in part.kinds:
-                    size_bytes = shape.numel() * dtype.itemsize
-                    self._slots[-1].append(memory[at : at + size_bytes].view(dtype).view(shape))
-                    at += _slot_bytes(self._slots[-1][-1])
-        return self._slots
+    def _follow_layout(self) -> None:
+        if self._layout is self._buffers.layout:
+            return
+        self._layout = self._buffers.layout
+        where = next(each for each in self._buffers.layout if each.name == BUFFERS_NAME)
+        memory, at = self._buffers.flats[where.buffer].view(torch.uint8), where.lo_bytes
+        for part in self._parts.values():
+            part.slots = []
+            for shape, dtype in part.kinds:
+                size_bytes = shape.numel() * dtype.itemsize
+                part.slots.append(memory[at : at + size_bytes].view(dtype).view(shape))
+                at += _slot_bytes(part.slots[-1])
 
 
 class _Part:
     """The buffers of one module that is called.
 
     ``due``: rank 0 has to send them before the next forward pass. ``arriving``: a backward pass has sent them, and they
-    are not copied in yet. ``tensors``: at the last look. ``kinds``: what the tensor that travels has room for.
+    are not copied in yet. ``tensors``: at the last look. ``kinds``: what the tensor that travels has room for, and
+    ``slots`` where.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -161,6 +159,7 @@ class _Part:
         self.tensors = self.current()
         self._versions = [each._version for each in self.tensors]
         self.kinds = self._kinds()
+        self.slots: list[torch.Tensor] = []
 
     def current(self) -> list[torch.Tensor]:
         """The buffers as they are now, each once."""
