@@ -234,8 +234,11 @@ class NormClipping(pending.Owner):
         if not missing:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            norms = self._norms_of([state.update_grad.detach() for state in missing])
-        self._norms |= {state.index: norm for state, norm in zip(missing, norms, strict=True)}
+            gradients = [state.update_grad.detach() for state in missing]
+            # By the kernels that torch's clipping uses: those of a GPU take many tensors, and sum in their own order.
+            for (alike,), positions in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
+                norms = torch._foreach_norm(alike, self.norm_type)
+                self._norms |= zip([missing[position].index for position in positions], norms, strict=True)
 
     @property
     def certifies(self) -> bool:
@@ -319,8 +322,7 @@ class NormClipping(pending.Owner):
             self._keep_promise(torch.zeros(()))
             return None
         norms = [self._norms[state.index] for state in _in_torch_order(used)]
-        device = used[0].parameter.device
-        self.total_norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self.norm_type)
+        self.total_norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
         self._keep_promise(self.total_norm)
         if self._refuses_nonfinite and not self.certified and not bool(self.total_norm.isfinite()):
             raise refused(
@@ -330,7 +332,9 @@ class NormClipping(pending.Owner):
             )
         if self._certificate is not None:
             certified = self.certified if deferred and self.may_certify else None
-            self._recorded.append(_ClippedStep(self._bounds({}), self._arrived_norms(), certified))
+            bounds = self._bounds({})
+            norms = torch.zeros_like(bounds).index_copy(0, *self._indexed(self._norms, bounds))
+            self._recorded.append(_ClippedStep(bounds, norms, certified))
         return torch.clamp(self._max_norm / (self.total_norm + 1e-6), max=1.0)
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -344,14 +348,9 @@ class NormClipping(pending.Owner):
                 bounds[state.index] = torch.maximum(bounds[state.index], own)
         return bounds if not known else bounds.index_copy(0, *self._indexed(known, bounds))
 
-    def _arrived_norms(self) -> torch.Tensor:
-        norms = torch.zeros(len(self._states), dtype=torch.float64, device=self._buffers.views[self.index].device)
-        return norms.index_copy(0, *self._indexed(self._norms, norms))
-
     @staticmethod
     def _indexed(norms: dict[int, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values = torch.stack([norm.to(like.device) for norm in norms.values()]).to(like.dtype)
-        return torch.tensor(list(norms), device=like.device), values
+        return torch.tensor(list(norms), device=like.device), torch.stack(list(norms.values())).to(like.dtype)
 
     def _have_expected_layout(self) -> bool:
         """Whether torch computes each norm over memory in the parameter's order, which the bound's rounding assumes."""
@@ -362,14 +361,6 @@ class NormClipping(pending.Owner):
                 and state.visible_grad.stride() == self._buffers.views[state.index].stride()
                 for state in apart
             )
-
-    def _norms_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Norm of each gradient, by the kernels that torch's clipping uses: those of a GPU take many tensors at once,
-        and sum in their own order."""
-        found: dict[int, torch.Tensor] = {}
-        for (alike,), indices in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
-            found |= zip(indices, torch._foreach_norm(alike, self.norm_type), strict=True)
-        return [found[i] for i in range(len(gradients))]
 
 
 @dataclasses.dataclass(frozen=True)

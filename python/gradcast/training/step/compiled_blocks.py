@@ -46,7 +46,7 @@ class CompiledBlocks:
                 module._compiled_call_impl = _ResolvingCall(self, module, call)
             # model.block = torch.compile(block)
             if (isinstance(module, OptimizedModule) or _is_graphed(module)) and id(module) not in self._hooks:
-                self._hooks[id(module)] = module.register_forward_pre_hook(UncopiedHook(self._before_block))
+                self._hooks[id(module)] = module.register_forward_pre_hook(UncopiedHook(self.resolve_first))
 
     def is_split(self, module: nn.Module) -> bool:
         """Whether parts of this compiled module wait for their parameters in the pass that begins. Passes that do not
@@ -58,7 +58,7 @@ class CompiledBlocks:
         # A warm-up leaves all: code of an equal module, without the hooks, does not fit pending parameters.
         return self._in_parts if self._measuring() else self._waiting
 
-    def resolve_first(self, module: nn.Module) -> None:
+    def resolve_first(self, module: nn.Module, *_: Any) -> None:
         """Finishes the parameters of a compiled module for which none of its parts waits."""
         left = self._left_to_parts if self.is_split(module) else ()
         pending.resolve([parameter for parameter in module.parameters() if id(parameter) not in left])
@@ -70,9 +70,6 @@ class CompiledBlocks:
             call = module._compiled_call_impl
             if type(call) is _ResolvingCall:
                 module._compiled_call_impl = call.call
-
-    def _before_block(self, module: nn.Module, _: Any, __: bool) -> None:
-        self.resolve_first(module)
 
     def _before_part(self, part: nn.Module, _: Any, __: bool) -> None:
         own = list(part.parameters())

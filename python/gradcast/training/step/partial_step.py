@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 import sys
-import traceback
 import types
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -264,5 +263,9 @@ def intercepted(optimizers: Sequence[Optimizer], on_step: Callable[[int], None])
 
 def is_called_by_scaler() -> bool:
     """Whether a GradScaler has called ``step()`` of the optimizer, to which this call belongs."""
-    frames = traceback.walk_stack(sys._getframe(1))
-    return any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame, _ in frames)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        frame = frame.f_back
+    return False

@@ -35,7 +35,12 @@ class UnseenWaits:
             training = False  # hooks of a module that has already been called do not see this pass
         first = [state for states in self._waited_first.values() for state in states]
         if any(state.is_update_due for state in first):
-            self._warn()
+            for why, states in self._waited_first.items():
+                self._warn_once(
+                    "forward reads %s in a way that gradcast does not see, as C++ extensions do, and waits for them "
+                    f"before it begins: {why}",
+                    parameter_state.names(states),
+                )
         self._complete(first if training else [self._states[index] for index in reads])
 
     def release(self) -> None:
@@ -60,14 +65,6 @@ class UnseenWaits:
         for part, states in by_part.items():
             hook = UncopiedHook(functools.partial(WeakHook(self._complete), states))
             self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
-
-    def _warn(self) -> None:
-        for why, states in self._waited_first.items():
-            self._warn_once(
-                "forward reads %s in a way that gradcast does not see, as C++ extensions do, and waits for them "
-                f"before it begins: {why}",
-                parameter_state.names(states),
-            )
 
     def _complete(self, states: Sequence[ParameterState], *_: Any) -> None:
         if any(state.is_update_due for state in states):

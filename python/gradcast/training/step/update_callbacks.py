@@ -9,7 +9,6 @@ Thread safety: ``run`` under the session's lock; everything else from the traini
 import collections
 import dataclasses
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -151,5 +150,9 @@ def owned_tensors(owned: Owned | None, module: nn.Module) -> dict[str, tuple[tor
 
 def is_inner_step(optimizer: Optimizer) -> bool:
     """Whether a class's step() has called that of its base class: torch runs hooks around the inner one, too."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return any(each.f_code.co_name == "step" and each.f_locals.get("self") is optimizer for each in frames)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
