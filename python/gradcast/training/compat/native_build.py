@@ -3,6 +3,7 @@
 It imports nothing of gradcast, because setup.py runs before gradcast is installed, and torch only inside functions.
 """
 
+import concurrent.futures
 import hashlib
 import os
 import shlex
@@ -128,29 +129,23 @@ def _torch_folder() -> Path:
 
 def _run(commands: list[list[str]]) -> None:
     """Runs as many at a time as there are cores. Raises BuildError with the last lines of the first failure."""
-    width = max(1, len(os.sched_getaffinity(0)))
-    for first in range(0, len(commands), width):
-        running = [
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            for command in commands[first : first + width]
-        ]
-        try:
-            for process in running:
-                _finish(process)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-
-
-def _finish(process: subprocess.Popen) -> None:
+    pool = concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     try:
-        output = process.communicate(timeout=_TIMEOUT_S)[0].decode(errors="replace")
+        for _ in pool.map(_run_one, commands):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_one(command: list[str]) -> None:
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        ended = subprocess.run(command, **streams, timeout=_TIMEOUT_S, text=True, errors="replace")
     except subprocess.TimeoutExpired:
-        raise BuildError(f"the C++ compiler did not end within {_TIMEOUT_S} s: {shlex.join(process.args)}") from None
-    if process.returncode != 0:
-        last = "\n".join(output.splitlines()[-_SHOWN_LINES:])
+        raise BuildError(f"the C++ compiler did not end within {_TIMEOUT_S} s: {shlex.join(command)}") from None
+    if ended.returncode != 0:
+        last = "\n".join(ended.stdout.splitlines()[-_SHOWN_LINES:])
         raise BuildError(
-            f"compiling the part for torch failed (exit code {process.returncode} of {process.args[0]}); "
+            f"compiling the part for torch failed (exit code {ended.returncode} of {command[0]}); "
             f"it needs a compiler that supports C++20. The last lines:\n{last}"
         )
