@@ -1,6 +1,5 @@
 """How long the ranks compute in a step: measured during the warm-up and beside a plan, and put into a profile."""
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
@@ -14,8 +13,7 @@ from gradcast.training.measure.step_trace import Stamp, StepRecord
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Compute:
+class Compute(NamedTuple):
     """Compute time of one step, ns, without waiting.
 
     As in a profile, forward is everything but backward and the update, which is that of one call of the optimizer.
@@ -56,7 +54,7 @@ def device_compute_of(record: StepRecord, end: Stamp, clock: DeviceClock, call_n
 
 def compute_factors(profile: _core.Profile, compute: Compute) -> ComputeFactors:
     old = profile.backward_ns, profile.forward_ns, sum(tensor.update_ns for tensor in profile.tensors)
-    pairs = zip(dataclasses.astuple(compute), old, strict=True)
+    pairs = zip(compute, old, strict=True)
     return ComputeFactors(*(new_ns / old_ns if old_ns > 0 else 1.0 for new_ns, old_ns in pairs))
 
 
@@ -87,12 +85,7 @@ def typical_compute(steps: Sequence[Sequence[Compute]]) -> Compute:
         raise refused(
             "no step could be measured, because backward failed in each of them; fix the error in backward first"
         )
-    slowest = [_slowest(ranks) for ranks in steps]
-    return Compute(
-        statistics.median(each.backward_ns for each in slowest),
-        statistics.median(each.forward_ns for each in slowest),
-        statistics.median(each.update_ns for each in slowest),
-    )
+    return Compute(*map(statistics.median, zip(*map(_slowest, steps), strict=True)))
 
 
 def _slowest(ranks: Sequence[Compute]) -> Compute:

@@ -119,7 +119,7 @@ class Proposer:
         if compute is not None and in_force.mode == "overlap":
             # Blocks in flight slow compute down. With DDP none are in flight during forward.
             baseline_profile = compute_cost.replace_compute(
-                without_traffic, dataclasses.replace(compute, forward_ns=without_traffic.forward_ns)
+                without_traffic, compute._replace(forward_ns=without_traffic.forward_ns)
             )
         samples = [sample for step in steps.blocks for sample in step]
         link_spread = (

@@ -10,6 +10,7 @@ import copyreg
 import dataclasses
 import datetime
 import logging
+import operator
 import os
 import pickle
 import re
@@ -29,18 +30,14 @@ from gradcast.training.ranks.store_gather import StoreGather
 
 T = TypeVar("T")
 _log = logging.getLogger("gradcast")
-# NCCL's words in 2.28, and in 2.30.
 _ONE_HOST = Hosts((0,))  # of a single worker
+# NCCL's words in 2.28, and in 2.30.
 _SAME_GPU = re.compile("Duplicate GPU|using the same GPU")
-
-
-def _from_json(kind: Any, text: str) -> Any:
-    return kind.from_json(text)
 
 
 # Ranks send each other profiles and plans as the JSON of their files, so that all have the same rounded numbers.
 for _kind in (_core.Profile, _core.Plan):
-    copyreg.pickle(_kind, lambda value: (_from_json, (type(value), value.to_json())))
+    copyreg.pickle(_kind, lambda value: (operator.methodcaller("from_json", value.to_json()), (type(value),)))
 
 
 def backend_of(process_group: Any, device_type: str) -> str:

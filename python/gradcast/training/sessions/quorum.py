@@ -49,7 +49,7 @@ class Quorum(Protocol):
         """The step is not to be used, and the next one gets another group."""
 
     def abort(self) -> None:
-        """Closes the group's connections, so that others notice."""
+        """Closes the group's connections: replicas that still wait notice now, and not after the next quorum."""
 
 
 class Plans:
@@ -86,7 +86,7 @@ class QuorumSession(Session):
         with self._reporting():
             super().on_backward_begin()
         if self._has_failed:
-            self._sessions.abort()  # what ranks agree on here, others may still wait for
+            self._sessions.quorum.abort()  # what ranks agree on here, others may still wait for
 
     def on_backward_end(self) -> None:
         with self._leaving_if_failed():
@@ -108,7 +108,7 @@ class QuorumSession(Session):
             super().wait_for_gradients()
         if self._has_failed:
             self._gradients.open = False
-            self._sessions.abort()
+            self._sessions.quorum.abort()
 
     @contextlib.contextmanager
     def _leaving_if_failed(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class QuorumSessions:
     a step whose group has failed, one of which nothing travels."""
 
     def __init__(self, quorum: Quorum, accepted: Accepted, options: Options, plans: Plans) -> None:
-        self._quorum, self._accepted, self._options, self._plans = quorum, accepted, options, plans
+        self.quorum, self._accepted, self._options, self._plans = quorum, accepted, options, plans
         self.callbacks = UpdateCallbacks(accepted.parameters, in_parts=False)
         self.session = TrainingSession(Group(0, 1))
         self.released = False
@@ -181,9 +181,9 @@ class QuorumSessions:
             self.session.after_forward(called, output)
 
     def _follow_quorum(self, called: nn.Module, compiled: bool) -> None:
-        process_group = self._quorum.process_group()
+        process_group = self.quorum.process_group()
         if process_group is None and self._failure is not None:  # no quorum has made another one
-            self._quorum.report(self._failure)
+            self.quorum.report(self._failure)
         if process_group is self._process_group:
             return
         self._leave()
@@ -209,11 +209,7 @@ class QuorumSessions:
         self._install(TrainingSession(Group(0, 1)))
         self._process_group = None
         if self._failure is not None:
-            self.abort()
-
-    def abort(self) -> None:
-        """Replicas that still wait for this one learn of its failure now, not after the next quorum."""
-        self._quorum.abort()
+            self.quorum.abort()
 
     def _install(self, session: TrainingSession) -> None:
         session.continue_from(self.session)
@@ -251,4 +247,4 @@ class QuorumSessions:
         self.keep_plan()
         self._failure = error
         _log.warning("this step is given up, and the next one gets another process group: %s", error)
-        self._quorum.report(error)
+        self.quorum.report(error)
