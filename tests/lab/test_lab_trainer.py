@@ -35,3 +35,20 @@ def groups_of_variants(rank):
 def test_each_of_ddps_variants_has_connections_of_its_own(ranks):
     """TCP learns the link from what a connection has carried, so a shared one makes one variant faster by another."""
     assert all(ranks.run(2, groups_of_variants))
+
+
+def turns(rank):
+    from gradcast.lab.trainer import attached
+
+    training, called = attached(line(), warmup_steps=3), []
+    training.before_step = lambda: called.append("before")
+    training.after_step = lambda: called.append("after")
+    times_ms = training.turn(3)
+    assert called == ["before", "after"] * 3
+    assert training.duration_s(2) > 0
+    training.detach()
+    return len(times_ms), training.step_count, len({loss.item() for loss in training.losses})
+
+
+def test_the_first_step_of_a_turn_is_made_and_not_timed(ranks):
+    assert ranks.run(2, turns) == [(2, 5, 5)] * 2
