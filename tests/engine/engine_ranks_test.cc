@@ -8,8 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "gradcast/error.h"
-#include "tests/support/refusals.h"
 #include "tests/support/seeds.h"
 
 namespace gradcast {
@@ -110,22 +108,6 @@ TEST(EngineRanks, ANewPlanBetweenIterationsIsFollowedByAll) {
       ranks.expect_all_sums(rank, iteration);
       EXPECT_EQ(ranks.engine(rank).timeline().back().plan_version, iteration + 1);
     }
-  });
-}
-
-TEST(EngineRanks, RanksThatFollowDifferentPlansAreTold) {
-  const Profile profile = float_tensors(2);
-  EngineRanks ranks(2, profile);
-  ranks.on_every_rank([&](int32_t rank) {
-    Plan plan = block_per_tensor(profile);
-    if (rank == 1) {
-      std::swap(plan.blocks[0], plan.blocks[1]);
-    }
-    ranks.engine(rank).follow(profile, plan);
-    ranks.engine(rank).begin();
-    ranks.give_all(rank, 0);
-    expect_refused([&] { ranks.engine(rank).wait_all(kPatienceNs); }, ErrorCode::kCommunication,
-                   "ranks 0 and 1 started different operations");
   });
 }
 

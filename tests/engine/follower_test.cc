@@ -30,58 +30,12 @@ Profile three_tensors() {
   return profile_of(0, 0, {{4}, {6}, {2}});
 }
 
-Follower begun(const Profile& profile, const Plan& plan) {
-  Follower follower;
-  follower.begin(followed(profile, plan));
-  return follower;
-}
-
 TEST(Follower, NothingStartsBeforeAnIterationIsOpen) {
   Follower follower;
   EXPECT_FALSE(follower.is_open());
   EXPECT_EQ(follower.next(), std::nullopt);
   EXPECT_EQ(follower.ready_missing_min(), kNoReadyHelps);
   EXPECT_FALSE(follower.is_in_flight(0));
-}
-
-TEST(Follower, ABlockStartsWhenAllItsTensorsAreReady) {
-  Follower follower = begun(three_tensors(), plan_of({block_of({{2, 12}}), block_of({{0, 2}})}));
-  EXPECT_EQ(follower.ready_missing_min(), 3U);
-  follower.on_ready(2);
-  follower.on_ready(0);
-  EXPECT_EQ(follower.next(), std::nullopt);
-  EXPECT_EQ(follower.ready_missing_min(), 1U);
-  follower.on_ready(1);
-  EXPECT_EQ(follower.next(), 0);
-  EXPECT_TRUE(follower.is_in_flight(0));
-}
-
-TEST(Follower, ATensorIsQueuedWithTheLastBlockThatADeviceEnds) {
-  Follower follower =
-      begun(three_tensors(), plan_of({block_of({{0, 2}, {6, 12}}), block_of({{2, 6}})}, Mode::kHook, 2));
-  for (const int32_t tensor : {0, 1, 2}) {
-    follower.on_ready(tensor);
-  }
-  const auto progress = [&] {
-    return std::vector<Progress>{follower.progress_of(0), follower.progress_of(1), follower.progress_of(2)};
-  };
-  const Progress travelling = Progress::kTravelling;
-  const Progress queued = Progress::kQueued;
-  const Progress arrived = Progress::kArrived;
-  follower.next();
-  follower.next();
-  EXPECT_EQ(progress(), std::vector<Progress>({travelling, travelling, travelling}));
-  follower.on_queued(0);
-  follower.on_queued(0);
-  EXPECT_EQ(progress(), std::vector<Progress>({travelling, travelling, queued}));
-  EXPECT_FALSE(follower.all_queued());
-  EXPECT_TRUE(follower.is_in_flight(0));
-  EXPECT_EQ(follower.in_flight_count(), 2);
-  EXPECT_TRUE(follower.on_finish(1).empty());  // it was never called queued
-  EXPECT_EQ(progress(), std::vector<Progress>({queued, queued, queued}));
-  EXPECT_TRUE(follower.all_queued());
-  EXPECT_EQ(follower.on_finish(0), std::vector<int32_t>({0, 1, 2}));
-  EXPECT_EQ(progress(), std::vector<Progress>({arrived, arrived, arrived}));
 }
 
 TEST(Follower, RefusesAGatherOfOtherRangesThanOneScatter) {

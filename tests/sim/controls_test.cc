@@ -4,10 +4,8 @@
 #include <optional>
 #include <vector>
 
-#include "gradcast/error.h"
 #include "tests/sim/hand_scenarios.h"
 #include "tests/sim/simulator/byte_coverage.h"
-#include "tests/sim/simulator/event_queue.h"
 #include "tests/sim/simulator/simulate.h"
 
 namespace gradcast {
@@ -51,8 +49,6 @@ TEST(Controls, BytesThatTravelTwiceOrNeverAreFound) {
   }
 }
 
-// --- The books ---
-
 TEST(LedgerControls, GathersAndScattersAreBookedApart) {
   ByteCoverage coverage(three_layers());
   const auto enter = [&](Range range, Op op) { coverage.add(block_of({range}, op)); };
@@ -67,22 +63,6 @@ TEST(LedgerControls, GathersAndScattersAreBookedApart) {
   enter({0, 61}, Op::kAllReduce);
   EXPECT_EQ(coverage.finish(), "byte 60 of buffer 0 does not exist");
   EXPECT_EQ(coverage.finish(), "byte 0 of buffer 0 is never reduced");
-}
-
-// --- Time ---
-
-TEST(EventQueueControls, EventsComeInTheOrderOfTimeAndThenOfPushing) {
-  sim::EventQueue queue;
-  for (const int32_t rank : {0, 1, 2, 3}) {
-    queue.push({rank == 2 ? 1.0 : 5.0, 0, 0, rank, sim::Event::Kind::kBegin});
-  }
-  std::vector<int32_t> ranks;
-  while (!queue.empty()) {
-    ranks.push_back(queue.pop().rank);
-  }
-  EXPECT_EQ(ranks, std::vector<int32_t>({2, 0, 1, 3}));
-  EXPECT_EQ(queue.size_peak(), 4);
-  EXPECT_THROW(queue.push({4.0, 0, 0, 0, sim::Event::Kind::kBegin}), Error);
 }
 
 }  // namespace

@@ -43,14 +43,6 @@ TEST(Simulate, OneSeedIsOneRun) {
   }
 }
 
-TEST(Simulate, AnotherSeedIsAnotherRun) {
-  SimScenario scenario = three_ranks();
-  scenario.jitter.ready_ns_max = 10;
-  const double end_ns = simulate(scenario).end_ns;
-  ++scenario.seed;
-  EXPECT_NE(simulate(scenario).end_ns, end_ns);
-}
-
 TEST(Simulate, RefusesAPlanWhoseOperationsTheLinkDoesNotKnow) {
   SimScenario scenario = three_ranks();
   scenario.plans[0] = plan_of({block_of({{0, 60}}, Op::kReduceScatter), block_of({{0, 60}}, Op::kAllGather)});

@@ -51,20 +51,6 @@ TEST(TreeLink, ByHand) {
   }
 }
 
-// As many bytes as the ring, never more latency.
-TEST(TreeLink, IsNeverSlowerThanTheRing) {
-  for (int32_t worker_count = 1; worker_count <= 300; ++worker_count) {
-    const LinkPiece ring = line_of(ring_link(kHop, worker_count).all_reduce);
-    const LinkPiece tree = line_of(tree_link(kHop, worker_count).all_reduce);
-    EXPECT_EQ(ring.beta_ns_per_byte, tree.beta_ns_per_byte);
-    EXPECT_LE(tree.alpha_ns, ring.alpha_ns);
-    // The steps reach everyone: 2^(steps) >= P, and one fewer would not.
-    const double steps = tree.alpha_ns / (2 * kHop.latency_ns);
-    EXPECT_GE(std::exp2(steps), worker_count);
-    EXPECT_LT(std::exp2(steps - 1), worker_count);
-  }
-}
-
 TEST(HierarchicalLink, ByHandAndARingAtItsLimits) {
   // 4 nodes of 8 GPUs: 5 us and 100 GB/s (0.01 ns per byte) inside, 50 us and 10 Gbit/s between.
   // alpha 2 * 7 * 5 us + 2 * 3 * 50 us, beta 14/8 * 0.01 + 6/4 * 0.8.

@@ -79,21 +79,6 @@ TEST(Play, InFlightLimitsUnfinishedBlocks) {
   expect_blocks(times(1000), {{0, 0, 6}, {0, 0, 7}, {0, 0, 8}, {0, 0, 9}});
 }
 
-TEST(Play, LaunchesKeepTheOrderOfThePlan) {
-  // The second block is ready at 0 and would fit before the first, which waits until 10: it is never launched ahead of
-  // it.
-  const Profile profile = profile_of(10, 0, {{1, 10, 0}, {1, 0, 0}});
-  const Plan plan = plan_of({block_of({{0, 1}}), block_of({{1, 2}})}, Mode::kOverlap, 2);
-  expect_blocks(play(profile, link_of(5, 1), plan), {{10, 10, 16}, {0, 10, 17}});
-}
-
-TEST(Play, BytesShareOneWireInLaunchOrder) {
-  // The second block's start-up is over at 5, but the first one's bytes take the wire until 12.
-  const Profile profile = profile_of(3, 0, {{2, 3, 0}, {10, 0, 0}});
-  const Plan plan = plan_of({block_of({{2, 12}}), block_of({{0, 2}})}, Mode::kOverlap, 3);
-  expect_blocks(play(profile, link_of(2, 1), plan), {{0, 0, 12}, {3, 3, 14}});
-}
-
 TEST(Play, ABlockWaitsForEveryTensorThatItTouches) {
   // Offsets 0, 4, 10, 12. One byte of a tensor is enough; a range that ends where a tensor begins does not touch it.
   const Profile profile = three_tensors();
@@ -106,39 +91,6 @@ TEST(Play, ABlockWaitsForEveryTensorThatItTouches) {
   EXPECT_EQ(ready_ns({block_of({{9, 11}}), block_of({{0, 9}, {11, 12}})}), 4);
   EXPECT_EQ(ready_ns({block_of({{10, 11}}), block_of({{0, 10}, {11, 12}})}), 0);
   EXPECT_EQ(ready_ns({block_of({{0, 1}, {11, 12}}), block_of({{1, 11}})}), 10);
-}
-
-TEST(Play, ATensorArrivesWithItsLastBlock) {
-  // Tensor 0 is cut into three, and its middle travels last, with other bytes.
-  const Profile profile = profile_of(0, 4, {{6, 0, 0}, {2, 0, 2}});
-  const Plan plan = plan_of({block_of({{0, 2}}), block_of({{4, 7}}), block_of({{2, 4}, {7, 8}})});
-  const Timeline timeline = play(profile, link_of(1, 1), plan);
-  expect_blocks(timeline, {{0, 0, 3}, {0, 3, 7}, {0, 7, 11}});
-  expect_tensors(timeline, {{11, 0, 11}, {11, 13, 0}});
-  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 15);
-}
-
-TEST(Play, UpToIsInclusiveAndTheFirstPieceThatHoldsTheSizeApplies) {
-  LinkModel link;
-  link.all_reduce.pieces = {{4, 1, 1}, {6, 10, 1}, {kUnboundedBytes, 20, 2}};
-  const auto finish_ns = [&](int64_t size_bytes) {
-    const Profile profile = profile_of(0, 0, {{size_bytes, 0, 0}});
-    return play(profile, link, plan_of({block_of({{0, size_bytes}})})).blocks[0].finish_ns;
-  };
-  EXPECT_DOUBLE_EQ(finish_ns(4), 5);
-  EXPECT_DOUBLE_EQ(finish_ns(5), 15);
-  EXPECT_DOUBLE_EQ(finish_ns(6), 16);
-  EXPECT_DOUBLE_EQ(finish_ns(7), 34);
-}
-
-TEST(Play, PackingCostsPerByteOfBlocksWithSeveralRanges) {
-  LinkModel link = link_of(2, 1);
-  link.pack_ns_per_byte = 0.5;
-  const Profile profile = profile_of(0, 0, {{10, 0, 0}});
-  const std::vector<Block> blocks = {block_of({{0, 2}, {4, 6}}), block_of({{2, 4}}), block_of({{6, 10}})};
-  expect_blocks(play(profile, link, plan_of(blocks)), {{0, 0, 8}, {0, 8, 12}, {0, 12, 18}});
-  // With two in flight the packed bytes hold the wire: 2 to 8; the second's start-up is over by then.
-  expect_blocks(play(profile, link, plan_of(blocks, Mode::kOverlap, 2)), {{0, 0, 8}, {0, 0, 10}, {0, 8, 14}});
 }
 
 TEST(Play, UpdatesRunWhereForwardRuns) {
@@ -156,35 +108,11 @@ TEST(Play, UpdatesRunWhereForwardRuns) {
   EXPECT_DOUBLE_EQ(hook.exposed_ns, 5);
 }
 
-TEST(Play, OffsetsAreByBuffer) {
-  // Tensors 0 and 2 share buffer 0, tensor 1 is alone in buffer 1; the link is one for both.
-  const Profile profile = profile_of(5, 3, {{2, 5, 0, 0, 0}, {4, 3, 1, 0, 1}, {2, 1, 2, 0, 0}});
-  const Plan plan = plan_of({block_of({{2, 4}}), block_of({{0, 4}}, Op::kAllReduce, 1), block_of({{0, 2}})});
-  const Timeline timeline = play(profile, link_of(1, 1), plan);
-  expect_blocks(timeline, {{1, 1, 4}, {3, 4, 9}, {5, 9, 12}});
-  expect_tensors(timeline, {{12, 5, 7}, {9, 13, 0}, {4, 14, 0}});
-  // Adjacent in the buffer, though not in the profile: one range, no packing.
-  LinkModel link = link_of(1, 1);
-  link.pack_ns_per_byte = 100;
-  const Plan joined = plan_of({block_of({{0, 4}}), block_of({{0, 4}}, Op::kAllReduce, 1)});
-  expect_blocks(play(profile, link, joined), {{5, 5, 10}, {3, 10, 15}});
-}
-
 LinkModel link_of_three() {
   LinkModel link = link_of(100, 100);
   link.reduce_scatter = linear_cost({3, 1});
   link.all_gather = linear_cost({1, 0.5});
   return link;
-}
-
-TEST(Play, EachKindHasItsCostAndOnlyWholeSumsArrive) {
-  const Profile profile = profile_of(2, 0, {{4, 2, 0}, {4, 1, 0}});
-  const Plan plan = plan_of({block_of({{4, 8}}, Op::kReduceScatter), block_of({{0, 4}}, Op::kReduceScatter),
-                             block_of({{0, 4}}, Op::kAllGather), block_of({{4, 8}}, Op::kAllGather)});
-  const Timeline timeline = play(profile, link_of_three(), plan);
-  expect_blocks(timeline, {{1, 1, 8}, {2, 8, 15}, {15, 15, 18}, {8, 18, 21}});
-  expect_tensors(timeline, {{18, 2, 16}, {21, 18, 3}});
-  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 21);
 }
 
 TEST(Play, AGatherWaitsForTheScattersThatShareItsBytes) {

@@ -5,11 +5,9 @@
 
 #include <functional>
 #include <limits>
-#include <string>
 #include <vector>
 
 #include "tests/core/hand_profiles.h"
-#include "tests/core/profiles.h"
 #include "tests/support/refusals.h"
 
 namespace gradcast {
@@ -102,18 +100,6 @@ TEST(SortByUrgency, EarlierNeedThenLaterReadyThenAsGiven) {
     order.push_back(tensor.bytes);
   }
   EXPECT_EQ(order, (std::vector<int64_t>{5, 2, 3, 6, 1, 4}));
-}
-
-TEST(SortByUrgency, KeepsWhatIsSorted) {
-  for (uint64_t seed = 1; seed <= 200; ++seed) {
-    RandomProfileOptions options;
-    options.windows = RandomProfileOptions::Windows::kDisturbed;
-    options.tied_share = 0.6;
-    Profile profile = random_profile(seed, options);
-    const Profile before = profile;
-    sort_by_urgency(profile);
-    EXPECT_EQ(profile, before) << "seed " << seed;
-  }
 }
 
 }  // namespace

@@ -152,39 +152,5 @@ TEST(Exhaustive, PlansOnLargerGridsAreWhatPlaySays) {
   });
 }
 
-TEST(Exhaustive, MoreInFlightIsNeverWorseAndPackingNeverHelps) {
-  const GridCaseOptions grid{.tensor_count_max = 3, .unit_count_max = 7, .packing = true};
-  for_each_case(grid, 10, [](uint64_t, const Profile& profile, ExhaustiveOptions options) {
-    LinkModel free = profile.link;
-    free.pack_ns_per_byte = 0;
-    double previous_ns = std::numeric_limits<double>::infinity();
-    for (options.in_flight = 1; options.in_flight <= 3; ++options.in_flight) {
-      const ExhaustivePlan best = exhaustive_best(profile, profile.link, options);
-      expect_played(profile, options, best);
-      EXPECT_LE(best.iteration_ns, previous_ns);
-      EXPECT_GE(best.iteration_ns, best_ns(profile, free, options) * (1 - 1e-12));
-      const ExhaustivePlan few = exhaustive_fewest(profile, profile.link, options, 1.01 * best.iteration_ns);
-      expect_played(profile, options, few);
-      EXPECT_LE(few.blocks.size(), best.blocks.size());
-      previous_ns = best.iteration_ns;
-    }
-  });
-}
-
-TEST(Exhaustive, AnyOpIsNeverWorse) {
-  const GridCaseOptions grid{.tensor_count_max = 3, .unit_count_max = 6, .packing = true};
-  for_each_case(grid, 10, [](uint64_t seed, Profile profile, ExhaustiveOptions options) {
-    const double all_reduce_ns = best_ns(profile, profile.link, options);
-    options.any_op = true;
-    EXPECT_NEAR(best_ns(profile, profile.link, options), all_reduce_ns, 1e-9 * all_reduce_ns);
-    Random random(seed);
-    profile.link.reduce_scatter = scaled(profile.link, random.uniform(0.2, 1), random.uniform(0.2, 1)).all_reduce;
-    profile.link.all_gather = scaled(profile.link, random.uniform(0.2, 1), random.uniform(0.2, 1)).all_reduce;
-    const ExhaustivePlan best = exhaustive_best(profile, profile.link, options);
-    expect_played(profile, options, best);
-    EXPECT_LE(best.iteration_ns, all_reduce_ns * (1 + 1e-12));
-  });
-}
-
 }  // namespace
 }  // namespace gradcast

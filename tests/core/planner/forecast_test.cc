@@ -347,11 +347,5 @@ TEST(ForecastEvidence, SeveralBlocksInFlightHideAlpha) {
   EXPECT_LT(three.predicted_ns / three.plain_bound_ns, 1.0015);
 }
 
-TEST(Forecast, IsAFunctionOfItsInput) {
-  const Profile profile =
-      random_profile(7, {.windows = Windows::kRandom, .tensor_count_min = 30, .tensor_count_max = 40});
-  EXPECT_EQ(plan_with(profile, "forecast"), plan_with(profile, "forecast"));
-}
-
 }  // namespace
 }  // namespace gradcast

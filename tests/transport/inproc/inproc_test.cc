@@ -180,16 +180,6 @@ TEST(Inproc, AScriptedFailureReachesItsRankAloneAndTheOthersWaitUntilItLeaves) {
   }
 }
 
-TEST(Inproc, ADelayedRankIsWaitedFor) {
-  RanksOf<ScriptedWorld> ranks(2);
-  ranks.world.delay(0, 1, 30'000'000);
-  const auto begin = std::chrono::steady_clock::now();
-  ranks.start_all(0, kRange);
-  ranks.start_all(1, kRange);
-  EXPECT_EQ(ranks[1].sink.await(2), Completions({{0, ""}, {1, ""}}));
-  EXPECT_GE(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(30));
-}
-
 TEST(Inproc, AnAbortCompletesWhatIsOnTheWireAndWhatComesLater) {
   Ranks ranks(2, 10, {.alpha_ns = kHourNs, .beta_ns_per_byte = 0});
   ranks.start_all(0, kRange);
