@@ -32,6 +32,16 @@ def link_of(alpha_ns, beta_ns_per_byte):
     return gradcast.LinkModel(all_reduce=[piece])
 
 
+def lab_network(host_count, rate_bits_per_s):
+    """Hosts in network namespaces; where none can be made, the test is skipped."""
+    from gradcast.lab import LabError, Network
+
+    try:
+        return Network(host_count, rate_bits_per_s)
+    except LabError as error:
+        pytest.skip(f"no hosts can be made here: {error}")
+
+
 @pytest.fixture
 def run(capsys):
     """Runs `gradcast` in this process: run("simulate", …) -> code, out, err."""

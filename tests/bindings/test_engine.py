@@ -183,19 +183,6 @@ def test_a_program_may_end_with_everything_in_flight():
     assert (result.returncode, result.stdout, result.stderr) == (0, "block 1 of 1 \n", "")
 
 
-def test_the_world_takes_flat_writable_floats():
-    world = _testing.InprocWorld(2)
-    with pytest.raises(gradcast.Error, match="float32 and float64"):
-        world.transport(0, [array("i", [1, 2])])
-    with pytest.raises(gradcast.Error, match="not contiguous"):
-        world.transport(0, [memoryview(array("f", [1.0] * 8))[::2]])
-    with pytest.raises(BufferError):
-        world.transport(0, [memoryview(array("f", [1.0])).toreadonly()])
-    with pytest.raises(gradcast.Error, match="rank 2 does not exist"):
-        world.transport(2, [])
-    assert world.world_size == 2
-
-
 def test_a_driver_refuses_what_it_cannot_start_and_ends_what_it_has():
     """What a driver is for stands in tests/transport/transport_conformance.py."""
     driver = _testing.TransportDriver(_testing.InprocWorld(2).transport(0, [array("f", [1.0] * 4)]))

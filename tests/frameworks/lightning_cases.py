@@ -77,11 +77,16 @@ class NoMoreDataError(Exception):
     pass
 
 
-class FailsOnce(Callback):
-    """On every rank."""
+class FailsAt(Callback):
+    """On every rank; with snapshots, when the last one is complete. A second callback takes nothing."""
+
+    def __init__(self, attach: AttachCallback | None, step: int) -> None:
+        self.attach, self.step = attach, step
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if batch_idx == BATCHES - 2:
+        if self.attach is not None:
+            self.attach.handle._snapshots.wait()
+        if trainer.global_step == self.step:
             raise NoMoreDataError
 
 
@@ -109,21 +114,9 @@ def fitted_again(watch: Watch, *, attach: AttachCallback | None = None) -> Net:
     """The same module after a fit that has raised."""
     module = Net(manual=False)
     with contextlib.suppress(NoMoreDataError):
-        fit(watch, module, DDPStrategy(process_group_backend="gloo"), attach, FailsOnce())
+        fit(watch, module, DDPStrategy(process_group_backend="gloo"), attach, FailsAt(None, BATCHES - 1))
     fit(watch, module, DDPStrategy(process_group_backend="gloo"), attach)
     return module
-
-
-class FailsAt(Callback):
-    """On every rank, when the last snapshot is complete. A second callback takes nothing."""
-
-    def __init__(self, attach: AttachCallback, step: int) -> None:
-        self.attach, self.step = attach, step
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        self.attach.handle._snapshots.wait()
-        if trainer.global_step == self.step:
-            raise NoMoreDataError
 
 
 def counted_loader() -> gradcast.ResumableLoader:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import lab_network
 from gradcast.cli import main
 from gradcast.lab import LabError, Network, delay, hosts, run_workers
 from gradcast.lab.settings import Settings
@@ -26,15 +27,8 @@ WAIT_S = 30
 @pytest.fixture
 def network():
     """Two hosts joined by 20 Mbit/s."""
-    with made_network(20e6) as made:
+    with lab_network(2, 20e6) as made:
         yield made
-
-
-def made_network(rate_bits_per_s):
-    try:
-        return Network(2, rate_bits_per_s)
-    except LabError as error:
-        pytest.skip(f"no hosts can be made here: {error}")
 
 
 def namespaces() -> list[str]:
@@ -125,7 +119,7 @@ def test_where_there_is_no_tun_it_says_so(network, monkeypatch, tmp_path):
 def test_a_link_takes_as_long_as_asked_for_in_both_directions_and_loses_nothing():
     if not os.path.exists(hosts._TUN_PATH):
         pytest.skip(f"latency needs {hosts._TUN_PATH}")
-    with made_network(200e6) as network:
+    with lab_network(2, 200e6) as network:
         # Of one host each, so that between the two it is both of them, there and back.
         network.set_latency(0, 0.03)
         network.set_latency(1, 0.01)
@@ -176,7 +170,7 @@ def test_a_link_that_is_cut_loses_what_is_on_its_way():
 def test_a_network_comes_and_goes():
     """Closing it ends what runs on its hosts; a second network beside it is none too many."""
     before = set(namespaces()) if shutil.which("ip") else set()
-    with made_network(1e9) as network:
+    with lab_network(2, 1e9) as network:
         made = set(namespaces()) - before
         process = run_on(network, 0, "import time; print('on', flush=True); time.sleep(600)")
         assert process.stdout.readline() == "on\n"
@@ -200,7 +194,7 @@ time.sleep(600)
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next():
-    made_network(1e9).close()
+    lab_network(2, 1e9).close()
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     worker_pid, namespace = owner.stdout.readline().split()
     hosts.remove_leftovers()
@@ -221,7 +215,7 @@ def test_a_later_process_with_the_same_number_is_not_the_owner():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_told_to_end_leaves_nothing(tmp_path, number, code):
-    made_network(1e9).close()
+    lab_network(2, 1e9).close()
     before = namespaces()
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
@@ -252,7 +246,7 @@ def test_where_no_network_can_be_made_it_says_why(monkeypatch, patched, value, s
 
 
 def test_a_script_runs_on_every_host(tmp_path, capfd):
-    made_network(1e9).close()
+    lab_network(2, 1e9).close()
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\nfrom pathlib import Path\n"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gradcast.lab import LabError, Network
+from conftest import lab_network
 from gradcast.lab.adapt import AdaptSettings, phases, run
 from lab.small_profile import small_profile
 
@@ -53,16 +53,9 @@ def test_what_cannot_be_run_is_refused(refused, monkeypatch, arguments, words):
     refused(["dev", "lab", "adapt", *arguments], words)
 
 
-def require_hosts():
-    try:
-        Network(2, 1e9).close()
-    except LabError as error:
-        pytest.skip(f"no hosts can be made here: {error}")
-
-
 @pytest.mark.slow
 def test_on_hosts_the_alarm_names_the_one_whose_link_is_slow():
-    require_hosts()
+    lab_network(2, 1e9).close()
     options = settings(
         profile=small_profile().to_json(),
         rates_bits_per_s=(100e6,) * 4,
@@ -78,7 +71,7 @@ def test_on_hosts_the_alarm_names_the_one_whose_link_is_slow():
 
 @pytest.mark.slow
 def test_on_hosts_a_change_is_followed_by_a_new_plan(tmp_path):
-    require_hosts()
+    lab_network(2, 1e9).close()
     picture = tmp_path / "adapt.png"
     # Five times as long: however busy the machine is, nobody can overlook it.
     command = [

@@ -156,14 +156,6 @@ def test_the_picture_is_drawn(demo, profile, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_blocks_that_share_the_link_are_drawn_above_one_another(demo):
-    block = demo.lanes.Block
-    apart = [block(0, 10, 1), block(10, 20, 1), block(30, 40, 1)]
-    assert [len(group) for group in demo.picture.sharing(apart)] == [1, 1, 1]
-    shared = [block(0, 30, 1), block(10, 20, 1), block(25, 40, 1), block(40, 50, 1)]
-    assert [len(group) for group in demo.picture.sharing(shared)] == [3, 1]
-
-
 # --- The whole ---
 
 

@@ -64,13 +64,6 @@ def test_fits_see_only_the_cells_that_they_may(program, replay):
         assert other.from_one(model) == replay.from_one(model)
 
 
-def test_a_cell_out_of_reach_leaves_its_parameter_at_the_limit(program, replay):
-    """WFBP on 4 GPUs faster than one GPU would be: no update explains that; or far slower than any."""
-    for factor, limit in ((10, 0), (1e-3, 1)):
-        other = program.fit.Replay(changed(replay, factor, lambda cell: cell.worker_count == 4))
-        assert other.update.update_ns_per_byte == limit == program.fit.RANGES["update_ns_per_byte"][limit]
-
-
 def test_every_all_reduce_cell_is_predicted_once(program, replay):
     results = replay.results(replay.both)
     keys = [(r.cell.model, r.cell.method, r.cell.worker_count) for r in results]
@@ -106,22 +99,6 @@ def test_32_gpus_are_predicted_from_4_to_16(program, replay):
     # Were the network of 16 GPUs as slow as this, the cells of 32 would be missed.
     slow = program.fit.Replay(changed(replay, 1 / 3, lambda cell: cell.worker_count == 16))
     assert program.fit.mean_error(slow.scaled()) > 0.10
-
-
-def test_the_band_and_the_replay_agree_on_what_both_can_do(replay):
-    known = replay.known_network((8, 16))
-    cells = [result.cell for result in replay.scaled() if result.cell.method == "WFBP-A2A"]
-    assert len(cells) == 2
-    for cell in cells:
-        found = [replay.by_band(cell, known), replay.by_replay(cell, known)]
-        speeds = [(result.slowest, result.samples_per_s, result.fastest) for result in found]
-        assert speeds[0] == pytest.approx(speeds[1])
-
-
-@pytest.mark.parametrize("count", [8, 16])
-def test_the_link_meets_the_cells_that_it_comes_from(replay, count):
-    errors = [each.error for each in replay.scaled((count,), count) if each.cell.method == "WFBP-A2A"]
-    assert errors == pytest.approx([0, 0], abs=1e-3)
 
 
 def test_the_page_shows_what_the_program_computes(program, replay):

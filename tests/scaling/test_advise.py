@@ -10,7 +10,6 @@ import pytest
 
 import gradcast
 from conftest import link_of
-from gradcast import _core
 from gradcast.comparison.measured_exchange import MeasuredExchange, with_exchange
 from gradcast.host_traffic import RING, Hosts
 from gradcast.scaling import prices, spot
@@ -340,14 +339,6 @@ def test_the_bundled_prices_say_that_they_are_a_sample(run):
     assert prices.sample_path() in "".join(run("advise", "--help").out.split())
 
 
-def test_ddps_step_is_that_of_its_plan(run, price_path):
-    arguments = ["advise", "vgg16", "--steps", "9", "--prices", price_path, "--json", "--runs", "10", "--policy", "ddp"]
-    steps = {(row["machines"], row["spot"]): row["step_ms"] for row in json.loads(run(*arguments).out)["rows"]}
-    link = _core.ring_link(_core.Hop(latency_ns=50e3, bandwidth_bytes_per_s=1.25e9), 8)
-    plan = gradcast.make_plan(gradcast.load_profile("vgg16"), link, policy="ddp", mode="hook")
-    assert steps[8, False] == pytest.approx(plan.predicted_ns / 1e6)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -358,7 +349,6 @@ def test_ddps_step_is_that_of_its_plan(run, price_path):
         (["--steps", "5", "--time-limit", "4"], "'4' has no known unit of time; write ns, us, ms, s, min, h or d"),
         (["--steps", "5", "--time-limit", "0h"], "the time is 0"),
         (["--steps", "5", "--budget", "4h"], "'4h' is not an amount of money; write for instance 500"),
-        (["--steps", "5", "--cost", "500"], "`gradcast advise` has no --cost any more; write --budget"),
         (["--steps", "5", "--prices", "nowhere.toml"], "the price file nowhere.toml does not exist"),
         (["--steps", "5", "--measured-on", "p9"], "has no machine p9; it has p3.2xlarge"),
     ],

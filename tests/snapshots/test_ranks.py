@@ -96,11 +96,15 @@ def test_a_training_goes_on_with_its_bits(ranks, tmp_path, mode, kind):
     assert ranks.run(2, goes_on, str(tmp_path), mode, kind) == [[]] * 2
 
 
+def two_layers():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+
 def begun(rank, folder, resumes=False, options=None, **named):
     """A module and its optimizer with snapshots, and what makes a step."""
     resuming.resumed.clear()
-    torch.manual_seed(3)
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    module = two_layers()
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     if resumes:
         assert gradcast.resume(folder, module, optimizer) is None
@@ -114,6 +118,13 @@ def begun(rank, folder, resumes=False, options=None, **named):
 
     step.optimizer = optimizer
     return handle, handle.snapshots(folder, **named), step
+
+
+def trained(handle, snapshots, step, steps=4):
+    for _ in range(steps):
+        step()
+        snapshots.wait()
+    handle.detach()
 
 
 def told_that_ended(messages):
@@ -221,15 +232,12 @@ def test_a_part_that_is_cut_off_is_refused_before_anything_changes(ranks, tmp_pa
 
 def resumes_cut(rank, folder, cut):
     handle, snapshots, step = begun(rank.index, folder, every=3)
-    for _ in range(4):
-        step()
-        snapshots.wait()
-    handle.detach()
+    trained(handle, snapshots, step)
     part = Path(folder) / "step-3" / f"__{cut}_0.distcp"
     if rank.index == 0:
         part.write_bytes(part.read_bytes()[:-10])
     torch.distributed.barrier()
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    module = two_layers()
     before = [each.clone() for each in module.parameters()]
     with pytest.raises(gradcast.Error, match=rf"step 3 .* not whole: __{cut}_0.distcp .* delete the folder step-3"):
         gradcast.resume(folder, module, torch.optim.SGD(module.parameters(), 0.01))
@@ -244,11 +252,8 @@ def test_what_only_one_rank_has_wrong_is_refused_on_both(ranks, tmp_path):
 
 def resumes_wrongly(rank, folder):
     handle, snapshots, step = begun(rank.index, folder, every=3)
-    for _ in range(4):
-        step()
-        snapshots.wait()
-    handle.detach()
-    module, other = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2))
+    trained(handle, snapshots, step)
+    module, other = two_layers(), two_layers()
     with pytest.MonkeyPatch.context() as patch:
         if rank.index == 1:
             patch.setattr(store.Reading, "object", fails_to_read)
@@ -289,10 +294,7 @@ def test_a_first_snapshot_that_only_one_rank_has_completed_is_begun_anew(rank, t
         (folder / "step-3" / ".metadata").touch()
     handle, snapshots, step = begun(rank.index, str(folder), resumes=True, every=3)
     assert store.complete_steps(folder) + store.unfinished_steps(folder) == []
-    for _ in range(4):
-        step()
-        snapshots.wait()
-    handle.detach()
+    trained(handle, snapshots, step)
     assert store.complete_steps(folder) == [3]
 
 
@@ -373,8 +375,7 @@ def test_balanced_shares_go_on_with_another_number_of_ranks(ranks, tmp_path):
 def on_hosts_of_their_own(rank, folder, steps):
     """Trains on, and returns the step from which it goes on, and whether it measures then."""
     resuming.resumed.clear()
-    torch.manual_seed(3)
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    module = two_layers()
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     begins = gradcast.resume(folder, module, optimizer)
     with hosts_of(1):
