@@ -59,13 +59,17 @@ def not_refused(function: Callable, *words: str, code: str = "invalid_use") -> l
 
 
 @contextlib.contextmanager
-def heard(level: int = logging.NOTSET) -> Iterator[list[str]]:
+def heard(level: int = logging.INFO) -> Iterator[list[str]]:
     """What gradcast logs meanwhile."""
     lines: list[str] = []
-    handler = logging.Handler(level)
+    handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("gradcast").addHandler(handler)
+    log = logging.getLogger("gradcast")
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
     try:
         yield lines
     finally:
-        logging.getLogger("gradcast").removeHandler(handler)
+        log.setLevel(before)
+        log.removeHandler(handler)

@@ -1,10 +1,7 @@
 """Links, profiles and steps made by hand."""
 
+from conftest import link_of
 from gradcast import _core
-
-
-def linear(alpha_ns, beta_ns_per_byte):
-    return _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=alpha_ns, beta_ns_per_byte=beta_ns_per_byte)])
 
 
 def compute_steps(ranks, disturbed=None):
@@ -26,5 +23,5 @@ def profile_of(backward_ms, forward_ms, update_ms):
     ]
     return _core.Profile(
         name="hand-made", forward_ns=1e6 * forward_ms, backward_ns=1e6 * backward_ms, tensors=tensors, world_size=3,
-        link=linear(1e5, 8.0),
+        link=link_of(1e5, 8.0),
     )  # fmt: skip

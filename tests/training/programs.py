@@ -193,18 +193,6 @@ def is_disturbed(mode: str, task: str, steps: str, marker: str) -> None:
     report_error(go_on)
 
 
-def is_slow(mode: str, slow_rank: str, factor: str) -> None:
-    """One rank takes so many times as long to compute, from some step on."""
-    training = Training("ours", mode, "convnet")
-    for number in range(16):
-        start_s = time.monotonic()
-        training.step(number)
-        if number >= 6 and int(slow_rank) == RANK:
-            time.sleep((float(factor) - 1) * (time.monotonic() - start_s))
-    training.handle.flush()
-    tell(digest=compare.digest(training.module))
-
-
 def runs_one_more(mode: str, other_rank: str) -> None:
     """One rank has a batch more than the others, which have ended in order."""
     training = Training("ours", mode)

@@ -49,8 +49,14 @@ def not_ordinary(module):
     return found + [f"{kind} of {name}: {hook}" for name, kind, hook in hooks_of(module) if "gradcast" in repr(hook)]
 
 
-@pytest.mark.parametrize(("mode", "when"), [("overlap", "finished"), ("overlap", "pending"), ("hook", "finished")])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "mode", "when"),
+    [
+        *((way, "overlap", "pending") for way in WAYS),
+        ("pickle", "overlap", "finished"),
+        ("deepcopy", "hook", "finished"),
+    ],
+)
 @on_ranks(2)
 def test_a_copy_trains_alone_and_leaves_the_original_alone(rank, way, mode, when):
     """In hook mode a copy's gradients would wait for ranks that do not come."""

@@ -91,10 +91,3 @@ class Sparse(nn.Module):
 def test_sparse_gradients_are_refused(rank, mode):
     """Known at attach, where the module says so; at the latest with the first gradient."""
     return not_refused(lambda: Attached(Sparse(), mode).step(torch.tensor([1, 2, 3])), "table.weight", "sparse")
-
-
-@on_ranks(2)
-def test_gradients_with_a_graph_of_their_own_are_refused(rank):
-    attached = Attached(nn.Linear(4, 1, bias=False))
-    loss = attached.module(torch.ones(2, 4)).pow(2).sum()
-    return not_refused(lambda: loss.backward(create_graph=True), "weight", "create_graph")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from training.needs import torch
-from training.pool import Pool, RankError
+from training.pool import RankError
 
 
 def add(rank, value):
@@ -64,15 +64,6 @@ def test_results_come_by_rank(ranks):
 def test_threads_of_a_group_end_without_the_gil(ranks):
     for _ in range(2):  # the process's first group may live on: a default argument of torch.distributed.nn's functions
         ranks.run(2, leaves_garbage, timeout_s=20)
-
-
-def test_ranks_use_the_backends_that_are_asked_for(monkeypatch):
-    monkeypatch.setenv("GRADCAST_TEST_BACKEND", "cpu:gloo")
-    pool = Pool(1)
-    try:
-        assert pool.run(1, backends) == ["cpu:gloo"]
-    finally:
-        pool.end()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Wrong use raises, on every rank, before any number is wrong; the sentence names what is at fault."""
 
 import contextlib
+import math
 from unittest import mock
 
 import pytest
@@ -125,7 +126,7 @@ def test_attach_refuses(rank, name):
     found = not_refused(attempt, words)
     # Nothing of the refused attach may stand in the way of a right one.
     ours = Ours("plain", "sgd plain", rank.index)
-    ours.train(range(3))
+    ours.train(range(1))
     ours.handle.detach()
     return found
 
@@ -139,6 +140,14 @@ def test_attach_refuses(rank, name):
         ({"warmup_steps": 0}, "warmup_steps"),
         ({"in_flight": "two"}, "in_flight"),
         ({"timeout_s": -1}, "timeout_s"),
+        ({"wire": "FP16"}, r"^options\.wire is 'FP16'; one of fp32, bf16, fp16, int8 is expected$"),
+        ({"wire": ["bf16"]}, "wire is ..bf16.."),
+        ({"on_alarm": "log"}, "on_alarm is 'log'; a function of an alarm is expected"),
+        ({"grad_norm_type": 1.0}, "without max_grad_norm"),
+        ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "choose one"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
+        ({"max_grad_value": -1}, "max_grad_value is -1"),
+        ({"max_grad_norm": 1.0, "grad_norm_type": 0}, "grad_norm_type is 0"),
     ],
 )
 def test_wrong_options_are_refused_when_they_are_made(options, named):

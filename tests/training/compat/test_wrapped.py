@@ -39,13 +39,3 @@ def test_each_variant_of_ddp(rank, variant, mode):
             answers = rank.gather(f"evaluation{number}", values[1].tolist())
             assert (answers[0] == answers[1]) == sends
     return found + twins.end()
-
-
-@on_ranks(2)
-def test_a_module_inside_is_traced_after_a_step(rank, mode):
-    """Alone: the trace has the finished values, and nothing of gradcast's waiting."""
-    twins = Twins(rank, mode=mode, wrap=True)
-    for _ in range(2):
-        twins.train(4)
-        values = [torch.jit.trace(module, torch.ones(3, 12))(torch.ones(2, 12)).detach() for module in twins.modules]
-    return compare.trees(*values, "of the traces") + twins.end()

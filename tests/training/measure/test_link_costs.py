@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
+from conftest import link_of
 from gradcast import _core
-from training.profiles import linear
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure import network_cost
@@ -24,27 +24,27 @@ def steps_on(link, sizes, factor=1.0, disturbed=None):
 
 @pytest.mark.parametrize("factor", [0.98, 1.0, 1.02])
 def test_a_link_that_is_right_stays(factor):
-    link = linear(1e5, 8.0)
+    link = link_of(1e5, 8.0)
     assert network_cost.corrected_link(link, steps_on(link, [10_000, 500_000, 2_000_000], factor, disturbed=2)) is None
 
 
 def test_where_blocks_of_few_sizes_take_longer_all_costs_grow_alike():
-    link = linear(1e5, 8.0)
+    link = link_of(1e5, 8.0)
     corrected = network_cost.corrected_link(link, steps_on(link, [500_000, 2_000_000], 1.25))
     for size in (1_000, 500_000, 10_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(1.25 * link.all_reduce.cost_ns(size))
 
 
 def test_blocks_of_several_sizes_say_what_a_start_and_a_byte_cost():
-    found = steps_on(linear(3e5, 34.0), [100_000, 200_000, 700_000, 1_300_000], disturbed=1)
-    corrected = network_cost.corrected_link(linear(1e5, 25.0), found)
+    found = steps_on(link_of(3e5, 34.0), [100_000, 200_000, 700_000, 1_300_000], disturbed=1)
+    corrected = network_cost.corrected_link(link_of(1e5, 25.0), found)
     for size in (50_000, 500_000, 5_000_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(3e5 + 34.0 * size, rel=0.01)
 
 
 @pytest.mark.parametrize("sizes", [[1_000_000] * 4, [400_000, 800_000, 1_000_000, 1_800_000]])
 def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
-    link = linear(1e5, 8.0)
+    link = link_of(1e5, 8.0)
     found = steps_on(link, sizes)
     for late, step in enumerate(found):
         step[late] = step[late]._replace(time_ns=step[late].time_ns + 9e6)
@@ -84,7 +84,7 @@ def with_pauses(link):
 
 def test_what_blocks_save_after_a_pause_is_not_what_the_network_costs():
     """Fitted as they are, the larger ones would say that a start costs nothing, and a byte less than the wire takes."""
-    link = linear(3e5, 105.0)
+    link = link_of(3e5, 105.0)
     found = [sample for step in with_pauses(link) for sample in step]
     fitted = network_cost.fit_link(found, 0.0)
     bent = _core.fit_op_cost([(sample.size_bytes, sample.time_ns) for sample in found]).cost
@@ -95,7 +95,7 @@ def test_what_blocks_save_after_a_pause_is_not_what_the_network_costs():
 
 
 def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
-    link = linear(3e5, 105.0)
+    link = link_of(3e5, 105.0)
     found = with_pauses(link)
     seen_ns, said_ns = (
         sum(cost(sample) for sample in found[0])
@@ -103,14 +103,14 @@ def test_a_plan_with_other_pauses_leaves_a_link_that_is_right():
     )
     assert seen_ns < 0.97 * said_ns, "without a correction this would be another network"
     assert network_cost.corrected_link(link, found) is None
-    corrected = network_cost.corrected_link(linear(1e5, 90.0), found)
+    corrected = network_cost.corrected_link(link_of(1e5, 90.0), found)
     for size in (50_000, 400_000):
         assert corrected.all_reduce.cost_ns(size) == pytest.approx(link.all_reduce.cost_ns(size), rel=0.01)
 
 
 @pytest.mark.parametrize("saved_ns", [SAVED_NS, -SAVED_NS])
 def test_where_too_few_blocks_follow_others_or_pauses_cost_all_count_as_they_are(saved_ns):
-    cost = linear(3e5, 105.0).all_reduce.cost_ns
+    cost = link_of(3e5, 105.0).all_reduce.cost_ns
     first = [Sample(size, cost(size) - saved_ns, back_to_back=False) for size in FIRST]
     following = [Sample(size, cost(size), back_to_back=True) for size in (FOLLOWING[:2] if saved_ns > 0 else FOLLOWING)]
     assert network_cost.as_back_to_back(following + first) == following + first
@@ -127,7 +127,7 @@ def test_a_network_that_costs_something_else_for_large_blocks_saves_nothing():
 
 def test_what_blocks_have_saved_before_counts_where_a_plan_does_not_tell():
     """A plan of few blocks, of which only two follow others."""
-    link = linear(3e5, 105.0)
+    link = link_of(3e5, 105.0)
     steps = [[*step[:2], *step[len(FOLLOWING) :]] for step in with_pauses(link)]
     assert network_cost.corrected_link(link, steps, known_saving_ns=SAVED_NS) is None
     assert network_cost.cost_spread(steps[0], link, SAVED_NS) == pytest.approx((1.0, 1.0))
@@ -138,7 +138,7 @@ def test_what_blocks_have_saved_before_counts_where_a_plan_does_not_tell():
 def test_noise_is_not_taken_for_what_blocks_save(seed):
     """Three sizes that are much alike follow others; nothing is saved, and all times scatter by 5 %."""
     draw = random.Random(seed)
-    link = linear(3e5, 105.0)
+    link = link_of(3e5, 105.0)
 
     def found(size, back_to_back):
         return Sample(size, link.all_reduce.cost_ns(size) * draw.gauss(1, 0.05), back_to_back)
@@ -149,7 +149,7 @@ def test_noise_is_not_taken_for_what_blocks_save(seed):
 
 
 def test_blocks_that_share_the_network_tell_only_all_together():
-    link = linear(1e5, 25.0)
+    link = link_of(1e5, 25.0)
     found = [[Sample(2_000_000, 1.3 * 4e7)]] * 4
     corrected = network_cost.corrected_link(link, found, shared_ns=4e7)
     for size in (50_000, 5_000_000):

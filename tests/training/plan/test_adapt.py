@@ -4,7 +4,6 @@ What the ranks say of their steps is given to them here, so that no other load o
 on real hosts, the laboratory shows.
 """
 
-import logging
 from unittest import mock
 
 import pytest
@@ -15,9 +14,7 @@ from training.needs import torch
 from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
-from gradcast.errors import Error
 from gradcast.training.measure import compute_cost, network_cost
-from gradcast.training.options import Options
 from gradcast.training.plan import calibration, proposals
 from gradcast.training.plan.expectation import Expectation, TypicalStep
 
@@ -75,8 +72,7 @@ def train_both(rank, mode, steps, note, prepare=lambda handle: None, **options):
     """
     modules = [make_module(), make_module()]
     sgds = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
-    logging.getLogger("gradcast").setLevel(logging.INFO)
-    with heard(logging.INFO) as lines:
+    with heard() as lines:
         handle = attach(modules[0], sgds[0], mode, **{"adapt": True} | options)
         before_step = prepare(handle) or (lambda step: None)
         seen = []
@@ -130,22 +126,21 @@ def slower(rank, mode, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
-    [("rank", "rank 1 has changed: the slowest rank computed"), ("network", "the network has changed")],
+    ("what", "said", "cause", "slow_rank"),
+    [
+        ("rank", "rank 1 has changed: the slowest rank computed", "compute", 1),
+        ("network", "the network has changed", "link", None),
+    ],
 )
-def test_a_change_that_stays_is_measured_and_named(ranks, what, said, mode):
+def test_a_change_for_the_worse_is_measured_and_named_and_an_alarm_on_every_rank(
+    ranks, mode, what, said, cause, slow_rank
+):
     results = ranks.run(2, slower, mode, what)
     require_agreement(results)
     versions = [version for version, _, _ in results[0]["seen"]]
     assert versions[60 + STEPS_TO_ADAPT] == versions[59] + 4  # three plans of a warm-up, and the new one
     lines = [line for line in results[0]["lines"] if "planned again" in line]
     assert len([line for line in lines if line.startswith(said)]) == 1, lines
-
-
-@pytest.mark.parametrize(("what", "cause", "slow_rank"), [("rank", "compute", 1), ("network", "link", None)])
-def test_a_change_for_the_worse_is_an_alarm_on_every_rank(ranks, what, cause, slow_rank, mode):
-    results = ranks.run(2, slower, mode, what)
-    require_agreement(results)
     (alarm,) = results[0]["raised"]
     assert (alarm.cause, alarm.rank) == (cause, slow_rank)
     assert 60 <= alarm.since_step <= 62
@@ -190,11 +185,6 @@ def test_a_function_for_alarms_that_fails_is_said_and_training_goes_on(ranks, mo
     for rank, result in enumerate(results):
         assert result["equal"]
         assert f"options.on_alarm failed on rank {rank}; training goes on" in result["lines"]
-
-
-def test_what_is_called_with_alarms_must_be_a_function():
-    with pytest.raises(Error, match="on_alarm is 'log'; a function of an alarm is expected"):
-        Options(on_alarm="log")
 
 
 def steady(rank, gain, adapt):

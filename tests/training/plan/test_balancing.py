@@ -4,14 +4,14 @@ How long a rank computes is given to it here, as in test_adapt.py.
 """
 
 import collections
-import contextlib
-import logging
+import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from gradcast import _core
-from training.attached import attach, error_of, heard, not_refused
+from training.attached import attach, heard, not_refused
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -43,13 +43,6 @@ def ahead(iterator, count):
         if len(queue) > count:
             yield queue.popleft()
     yield from queue
-
-
-@contextlib.contextmanager
-def told():
-    logging.getLogger("gradcast").setLevel(logging.INFO)
-    with heard(logging.INFO) as lines:
-        yield lines
 
 
 class Training:
@@ -101,7 +94,7 @@ class Training:
 @on_ranks(3)
 def test_samples_move_to_faster_ranks_and_the_numbers_are_those_of_one_process(rank, mode, adapt):
     """Ranks whose loaders are differently far ahead; then the slow rank is as fast as the others again."""
-    with told() as lines:
+    with heard() as lines:
         training = Training(rank, mode, depth=(0, 3, 1)[rank.index], adapt=adapt)
         training.slowness = TIMES["slow"]
         found, shares = [], []
@@ -207,19 +200,23 @@ def test_different_samplers_are_refused_on_all_ranks(rank):
     return found + not_refused(lambda: BalancedBatchSampler(range(40), handle, 8), "detached")
 
 
+@pytest.mark.parametrize(
+    ("disabled", "why"), [("0", "local steps send none"), ("1", "stock DDP counts all ranks alike")]
+)
 @on_ranks(2)
-def test_local_steps_are_refused(rank):
+def test_what_counts_no_samples_is_refused(rank, disabled, why):
     module = make_module()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-    handle = gradcast.attach(module, optimizer, options=gradcast.Options(sync_every=4))
-    found = not_refused(lambda: BalancedBatchSampler(range(40), handle, 8), "local steps send none")
-    handle.detach()
+    with mock.patch.dict(os.environ, GRADCAST_DISABLE=disabled):
+        handle = gradcast.attach(module, optimizer, options=gradcast.Options(sync_every=None if disabled == "1" else 4))
+        found = not_refused(lambda: BalancedBatchSampler(range(40), handle, 8), why)
+        handle.detach()
     return found
 
 
 @on_ranks(2)
 def test_batch_norm_is_warned_of_once(rank):
-    with told() as lines:
+    with heard() as lines:
         training = Training(rank, "overlap", module=make_module(nn.BatchNorm1d(30)))
         training.slowness = (1.0, 2.0)
         for _ in range(2):
@@ -238,7 +235,7 @@ def test_batch_norm_is_warned_of_once(rank):
 @on_ranks(2)
 def test_a_loader_that_another_sampler_follows_is_named(rank):
     """The ranks' weights never show the new shares."""
-    with told() as lines:
+    with heard() as lines:
         training = Training(rank, "overlap", every=2)
         training.slowness = (1.0, 2.0)
         for _ in range(280):
@@ -247,14 +244,3 @@ def test_a_loader_that_another_sampler_follows_is_named(rank):
         training.handle.detach()
     warned = [line for line in lines if "their weights do not show it" in line]
     return [] if len(warned) == (rank.index == 0) else [f"{len(warned)} warnings"]
-
-
-@on_ranks(2)
-def test_gradcast_disable_is_refused(rank):
-    module = make_module()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRADCAST_DISABLE", "1")
-        handle = gradcast.attach(module, torch.optim.SGD(module.parameters(), lr=LR))
-        code, message = error_of(lambda: BalancedBatchSampler(range(40), handle, 8))
-        handle.detach()
-    return [] if code == "invalid_use" and "stock DDP counts all ranks alike" in message else [message]

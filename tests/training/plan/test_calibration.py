@@ -5,9 +5,10 @@ from unittest import mock
 import pytest
 
 import gradcast
+from conftest import link_of
 from gradcast import _core
 from training.plan.test_adapt import WARMUP_STEPS, train_both
-from training.profiles import compute_steps, linear, profile_of
+from training.profiles import compute_steps, profile_of
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure import compute_cost, network_cost
@@ -69,7 +70,7 @@ def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
 @pytest.mark.parametrize("alpha_ns", [1e5, 1e6, 4e6])
 @pytest.mark.parametrize("baseline", [False, True])
 def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, baseline):
-    profile = even_profile(linear(alpha_ns, 2.0))
+    profile = even_profile(link_of(alpha_ns, 2.0))
     plan = (
         proposals.baseline_plan(profile) if baseline else candidates.choose_plan(profile, "overlap", gradcast.Options())
     )

@@ -5,9 +5,9 @@ import statistics
 import pytest
 
 import gradcast
+from conftest import link_of
 from gradcast import _core
 from gradcast.files import load_profile
-from training.profiles import linear
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import ComputeFactors
@@ -25,7 +25,7 @@ def on_link(name, ratio):
     """A bundled profile on a link on which communication takes ``ratio`` times as long as compute."""
     profile = load_profile(name)
     beta = ratio * (profile.backward_ns + profile.forward_ns) / sum(tensor.bytes for tensor in profile.tensors)
-    return measured_profile.replace_link(profile, linear(1e6, beta))
+    return measured_profile.replace_link(profile, link_of(1e6, beta))
 
 
 def mean_step_ns(profile, plan, steps, links):

@@ -3,16 +3,15 @@
 What the warm-up measures, and what a rank says of its steps, is given here, so that no other load decides.
 """
 
-import logging
 from unittest import mock
 
 import pytest
 
+from conftest import link_of
 from gradcast import _core
 from training.attached import heard
 from training.needs import torch
 from training.plan.test_adapt import USUAL_NS, expectation, facts, with_slower_baseline
-from training.profiles import linear
 from training.twins import Twins
 
 pytest.importorskip("training.needs")
@@ -45,7 +44,7 @@ def half_hidden(warmup, _ranks):
     ]
     return _core.Profile(
         name="given", forward_ns=USUAL_NS / 2, backward_ns=USUAL_NS / 2, tensors=tensors, world_size=2,
-        link=linear(1e4, USUAL_NS / total),
+        link=link_of(1e4, USUAL_NS / total),
     )  # fmt: skip
 
 
@@ -58,9 +57,8 @@ def train(rank, gain_if_waiting):
         return expectation(gain_if_waiting if waiting_share > 0.5 else 1.5, limit=1.5 - waiting_share / 2)
 
     measured = proposals.expect
-    logging.getLogger("gradcast").setLevel(logging.INFO)
     with (
-        heard(logging.INFO) as lines,
+        heard() as lines,
         mock.patch.object(Warmup, "_combined", half_hidden),
         mock.patch.object(network_cost, "corrected_link", return_value=None),
         mock.patch.object(network_cost, "cost_spread", return_value=(1.0, 1.0)),

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 
 import gradcast
+from conftest import link_of
 from gradcast import _core
-from training.profiles import compute_steps, linear, profile_of
+from training.profiles import compute_steps, profile_of
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import Compute, ComputeFactors, compute_variation, replace_compute
@@ -87,7 +88,7 @@ def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
         _core.Tensor(name=name, bytes=12_000_000, ready_ns=ready_ns, need_ns=need_ns)
         for name, ready_ns, need_ns in (("first", 200e6, 0), ("last", 100e6, 96e6))
     ]
-    link = linear(0, 8.0)
+    link = link_of(0, 8.0)
     profile = _core.Profile(name="tight", forward_ns=100e6, backward_ns=200e6, tensors=tensors, world_size=2, link=link)
     plan = _core.make_plan(profile, link)
     assert plan.predicted_ns == pytest.approx(396e6), "the first tensor takes 96 ms from the end of backward"
@@ -138,7 +139,7 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
 
 
 def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_the_passes():
-    profile = measured_profile.replace_link(profile_of(200, 100, 10), linear(1e5, 24.0))
+    profile = measured_profile.replace_link(profile_of(200, 100, 10), link_of(1e5, 24.0))
     variation = StepVariation(call_ns=50e6)
     plan = _core.make_plan(profile, profile.link)
     proposer = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
@@ -196,7 +197,7 @@ def test_a_checkpoint_keeps_what_a_call_of_the_optimizer_costs():
     def proposer():
         return proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
 
-    profile = measured_profile.replace_link(profile_of(200, 100, 10), linear(1e5, 24.0))
+    profile = measured_profile.replace_link(profile_of(200, 100, 10), link_of(1e5, 24.0))
     variation = StepVariation(call_ns=5e6)
     plan = _core.make_plan(profile, profile.link)
     saved = proposer()._proposal(profile, plan, variation)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from conftest import link_of
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
-from training.profiles import linear
 
 pytest.importorskip("training.needs")
 from gradcast.training.plan import proposals
@@ -21,7 +21,7 @@ def profile(beta_ns_per_byte, alpha_ns=0.0):
     ]
     return _core.Profile(
         name="even", forward_ns=1.2e8, backward_ns=1.2e8, tensors=tensors, world_size=2,
-        link=linear(alpha_ns, beta_ns_per_byte),
+        link=link_of(alpha_ns, beta_ns_per_byte),
     )  # fmt: skip
 
 

@@ -1,9 +1,7 @@
 """Plan and profile in a checkpoint, and comparing what the ranks have received."""
 
-import contextlib
 import copy
 import json
-import logging
 from unittest import mock
 
 import pytest
@@ -90,7 +88,7 @@ def load_on_hosts(rank, mode, path):
     with hosts_of(1):
         twins = Twins(rank, "plain", "adam plain", mode=mode, adapt=True)
     state = torch.load(path) if rank.index == 0 else {}
-    with told() as lines:
+    with heard() as lines:
         twins.handle.load_state_dict(state)
     profile, measures = twins.handle.profile, twins.handle.measuring
     twins.train(4)
@@ -108,13 +106,6 @@ def test_other_numbers_of_hosts_are_planned_for_at_once(ranks, tmp_path, mode):
     path = str(tmp_path / "checkpoint.pt")
     ranks.run(3, save_on_hosts, mode, path)
     assert ranks.run(2, load_on_hosts, mode, path) == [[]] * 2
-
-
-@contextlib.contextmanager
-def told():
-    logging.getLogger("gradcast").setLevel(logging.INFO)
-    with heard(logging.INFO) as lines:
-        yield lines
 
 
 CHANGES = {

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gradcast.lab import LabError, Network
-from gradcast.lab.hosts import obstacle
+from conftest import lab_network
 from training.launch import launch, require_ended_well, require_network_error
 from training.needs import torch
 
@@ -58,18 +57,9 @@ def undisturbed(tmp_path_factory):
     return digest
 
 
-def lab_network(host_count):
-    if reason := obstacle():
-        pytest.skip(reason)
-    try:
-        return Network(host_count, RATE_BITS_PER_S)
-    except LabError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
 def network():
-    with lab_network(2) as made:
+    with lab_network(2, RATE_BITS_PER_S) as made:
         yield made
 
 
@@ -172,15 +162,6 @@ def test_a_link_that_stays_down(tmp_path, monkeypatch, network):
     said = " ".join(require_network_error(end)["message"] for end in ends)
     assert "rank 1 has not responded" in said
     assert "Rank 0, which knows the other ranks that failed, does not respond" in said
-
-
-def test_a_rank_that_is_five_times_slower(monkeypatch):
-    """The numbers are those of ranks of equal speed, in either mode."""
-    monkeypatch.setenv("TEST_TIMEOUT_S", "30")  # no wait is tried here, and a busy machine starts ranks slowly
-    runs = (("overlap", "1"), ("overlap", "5"), ("hook", "5"))
-    ends = [end for mode, factor in runs for end in launch(2, "is_slow", mode, "1", factor)]
-    assert [end.code for end in ends] == [0] * len(ends), ends
-    assert len({end.told[0]["digest"] for end in ends}) == 1
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])

@@ -66,14 +66,13 @@ def test_variables_that_contradict_themselves_do_not_count(identities, launches,
 @on_ranks(4)
 def test_attach_agrees_on_the_hosts_and_tells_them(rank):
     def told(variables):
-        with mock.patch.dict(os.environ, variables), heard(logging.INFO) as lines:
+        with mock.patch.dict(os.environ, variables), heard() as lines:
             handle = attach(torch.nn.Linear(3, 3), None, "hook")
         found = handle.stats()["hosts"]
         handle.detach()
         return found, [line for line in lines if "host" in line]
 
     torch.distributed.barrier()
-    logging.getLogger("gradcast").setLevel(logging.INFO)
     own = {"GROUP_RANK": rank.index // 2, "LOCAL_RANK": rank.index % 2, "LOCAL_WORLD_SIZE": 2}
     torchrun = {name: str(value) for name, value in own.items()}
     two = {"count": 2, "ranks_per_host": 2}, ["2 hosts of 2 ranks; gradients are summed inside each host first"]
@@ -99,8 +98,7 @@ def test_a_wire_format_that_is_slower_is_warned_of_once():
 
 
 def test_what_is_lossy_and_what_is_summed_first_is_said():
-    logging.getLogger("gradcast").setLevel(logging.INFO)
-    with heard(logging.INFO) as lines:
+    with heard() as lines:
         _tell_exchange(Hosts.even(2, 4), None, "int8", {}, on_device=False)
         _tell_exchange(Hosts((0, 0, 1)), None, "fp32", {}, on_device=False)
     assert lines[0] == "2 hosts of 4 ranks; gradients are summed inside each host first"
@@ -111,10 +109,9 @@ def test_what_is_lossy_and_what_is_summed_first_is_said():
 
 
 def test_gradients_that_travel_as_they_are_are_named():
-    logging.getLogger("gradcast").setLevel(logging.INFO)
     parameters = {f"{name}.weight": torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for name in "abcde"}
     parameters |= {"f": torch.nn.Parameter(torch.zeros(2))}
-    with heard(logging.INFO) as lines:
+    with heard() as lines:
         _tell_exchange(Hosts.even(2, 1), None, "bf16", parameters, on_device=False)
     named = ", ".join(f"{name}.weight (torch.float64)" for name in "abc")
     assert lines[1:] == [f"not in bf16, but as they are: the gradients of {named} and 2 more"]

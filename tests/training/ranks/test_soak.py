@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from conftest import lab_network
 from training import needs  # noqa: F401
 from training.launch import launch
-from training.ranks.test_disturbances import lab_network
+from training.ranks.test_disturbances import RATE_BITS_PER_S
 
 STEPS = 2000
 RATES_BITS_PER_S = (20e6, 100e6, 1e9)
@@ -18,7 +19,7 @@ RATES_BITS_PER_S = (20e6, 100e6, 1e9)
 def test_two_thousand_steps(tmp_path):
     """Parameters stay DDP's; memory, threads and open files do not grow."""
     chance = random.Random(1)
-    with lab_network(4) as network:
+    with lab_network(4, RATE_BITS_PER_S) as network:
 
         def change_rates(processes):
             while all(process.poll() is None for process in processes):

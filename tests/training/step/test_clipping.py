@@ -1,17 +1,14 @@
 """options.max_grad_norm: torch's clipping, inside of a step that is carried out later, bit for bit on two ranks."""
 
 import functools
-import math
 
 import pytest
 
-import gradcast
 from training import compare, optimizers
 from training.attached import attach, not_refused
-from training.models import TASKS, Branches
+from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
-from training.step.test_graph_changes import USES
 from training.twins import Twins
 
 nn = torch.nn
@@ -49,16 +46,6 @@ def trained(rank, task, optimizer, arguments=lambda number: (), change=lambda nu
 @on_ranks(2)
 def test_it_equals_torch(rank, task, optimizer, max_norm):
     return trained(rank, task, optimizer, max_grad_norm=max_norm)
-
-
-@on_ranks(2)
-def test_with_parameters_that_a_step_does_not_use(rank):
-    """The norm leaves out what nobody has used."""
-
-    def arguments(number):
-        return (USES[number % len(USES)][rank.index],)
-
-    return trained(rank, Branches, "adamw foreach", arguments, find_unused=True)
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])
@@ -106,21 +93,6 @@ def test_hook_mode_refuses_it(rank):
         call = functools.partial(attach, nn.Linear(2, 2), None, "hook", **{f"max_grad_{name}": 1.0})
         found += not_refused(call, f"clip_grad_{name}_")
     return found
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"grad_norm_type": 1.0}, "without max_grad_norm"),
-        ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "choose one"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
-        ({"max_grad_value": -1}, "max_grad_value is -1"),
-        ({"max_grad_norm": 1.0, "grad_norm_type": 0}, "grad_norm_type is 0"),
-    ],
-)
-def test_options_that_cannot_be(given, words):
-    with pytest.raises(gradcast.Error, match=words):
-        gradcast.Options(**given)
 
 
 def one_of_two(rank, world_size, max_norm):

@@ -151,14 +151,15 @@ def trained_averaged(rank, kind, steps=7):
     return found + compare.modules(kept, plain)  # it does not change after detach()
 
 
-@pytest.mark.parametrize("kind", ["overlap", "hook", "hook of ddp", "disabled overlap", "disabled hook"])
-def test_every_mode_calls_once_per_step(ranks, kind):
-    assert ranks.run(2, trained_averaged, kind) == [[], []]
-
-
-@pytest.mark.parametrize("kind", ["overlap", "hook", "disabled overlap"])
-def test_a_single_worker_calls_once_per_step(ranks, kind):
-    assert ranks.run(1, trained_averaged, kind) == [[]]
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [
+        *((2, kind) for kind in ("overlap", "hook", "hook of ddp", "disabled overlap", "disabled hook")),
+        *((1, kind) for kind in ("overlap", "disabled overlap")),
+    ],
+)
+def test_every_mode_calls_once_per_step(ranks, world_size, kind):
+    assert ranks.run(world_size, trained_averaged, kind) == [[]] * world_size
 
 
 @pytest.mark.parametrize("kind", ["overlap", "hook"])
