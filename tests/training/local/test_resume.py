@@ -87,6 +87,11 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank):
     ]
     for options, state, words in cases:
         found += not_refused(functools.partial(begin, state, **{"outer_overlap": 2} | options), words)
+    named = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}  # as left out
+    older = inside["handle"]["settings"] | dict.fromkeys(named)
+    for settings in (inside["handle"]["settings"], older):
+        state = inside | {"handle": inside["handle"] | {"settings": settings}}
+        begin(state, outer_overlap=2, **named)[2].detach(wait_s=1.0)
     # After end_round() there is nothing of the round left, so it may go on in another form.
     module, optimizer, handle = begin(ended, outer_overlap=0, sync_every=3)
     run(module, optimizer, rank, range(7))

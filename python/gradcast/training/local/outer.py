@@ -4,6 +4,8 @@ Thread safety: pure; any thread.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -35,10 +37,24 @@ class OuterOptimizer:
             difference.add_(momentum, alpha=self.momentum)
         values.add_(difference, alpha=-self.lr)
 
+    def settings(self) -> dict[str, Any]:
+        """By the names of the options."""
+        if self.momentum is None:
+            return {"outer": "average", "outer_lr": None, "outer_momentum": None}
+        return {"outer": "nesterov", "outer_lr": self.lr, "outer_momentum": self.momentum}
+
     def describe(self) -> str:
         if self.momentum is None:
             return "the mean of the ranks' parameters"
         return f"Nesterov momentum, outer_lr {self.lr:g}, outer_momentum {self.momentum:g}"
+
+
+def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a saved state: an older one has None for the defaults of Nesterov momentum."""
+    if settings.get("outer") == "average":
+        return dict(settings)
+    defaults = {"outer": "nesterov", "outer_lr": LR, "outer_momentum": MOMENTUM}
+    return defaults | {name: each for name, each in settings.items() if each is not None or name not in defaults}
 
 
 def merge(local: torch.Tensor, values: torch.Tensor, share: float) -> None:

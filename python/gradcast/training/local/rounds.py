@@ -19,7 +19,7 @@ from gradcast.local_pace import FIRST
 from gradcast.local_steps import Schedule
 from gradcast.training.local import header
 from gradcast.training.local.fragments import Fragments
-from gradcast.training.local.outer import MERGE
+from gradcast.training.local.outer import MERGE, OuterOptimizer, with_defaults
 from gradcast.training.local.pacing import Pacing
 from gradcast.training.options import Options
 from gradcast.training.plan.measured_profile import layout_profile
@@ -252,10 +252,9 @@ class Rounds:
 
     def _settings(self) -> dict[str, Any]:
         options = self._options
-        names = ("sync_every", "sync_every_max", "outer_lr", "outer_momentum", "wire")
-        own = {"overlap": self._longest.overlap, "local_share": self.local_share, "world_size": self._group.world_size}
-        own |= {"outer": "average" if options.outer_averages else options.outer, "cuts": self._fragments.identity()}
-        return {name: getattr(options, name) for name in names} | own
+        own = {name: getattr(options, name) for name in ("sync_every", "sync_every_max", "wire")}
+        own |= {"overlap": self._longest.overlap, "local_share": self.local_share, "world_size": self._group.world_size}
+        return own | OuterOptimizer.of(options).settings() | {"cuts": self._fragments.identity()}
 
     def refusal_of(self, state: dict[str, Any]) -> str | None:
         """Why training cannot go on from this state."""
@@ -264,10 +263,11 @@ class Rounds:
         if reason is not None:
             return f"it is of another model: {reason}"
         own = self._settings()
-        differing = next((key for key in own if own[key] != state["settings"].get(key)), None)
+        saved = with_defaults(state["settings"])
+        differing = next((key for key in own if own[key] != saved.get(key)), None)
         if state["place"]["clock"] > 0 and differing is not None:
             return (
-                f"it was saved inside a round with {differing} {state['settings'].get(differing)}, and here it is "
+                f"it was saved inside a round with {differing} {saved.get(differing)}, and here it is "
                 f"{own[differing]}; keep the settings, or save after handle.end_round()"
             )
         if bool(tensors["momentum"]) != bool(self._fragments.by_name("momentum")):
