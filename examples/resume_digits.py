@@ -1,8 +1,10 @@
 """Trains the CNN of digits.py so that it may be killed at any moment: started again, it goes on where it was.
 
-    torchrun --nproc-per-node 2 --max-restarts 10 examples/resume_digits.py --folder runs/digits
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it torch 2.11 restarts no group over Gloo
+    torchrun --standalone --nproc-per-node 2 --max-restarts 10 examples/resume_digits.py --folder runs/digits
 
-Kill it, or one of its processes, and start it again, with another number of processes if need be.
+Kill one of its processes, and it goes on by itself. Or kill all, and start it again, with another number of processes
+if need be.
 """
 
 import argparse
