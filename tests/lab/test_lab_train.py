@@ -278,6 +278,16 @@ def test_as_many_bytes_leave_a_host_of_several_ranks_as_the_formula_says(small_p
         assert stats.get("hosts") in (None, {"count": 2, "ranks_per_host": 2})
 
 
+@pytest.mark.slow
+def test_a_run_is_bounded_in_time(small_path):
+    lab_network(2, 1e9).close()
+    arguments = ["dev", "lab", "train", "--model", str(small_path), "--timeout", "500ms"]
+    command = [sys.executable, "-m", "gradcast", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "did not end within 0.5 s" in done.stderr
+
+
 def test_links_are_named_with_their_latency_where_they_have_one():
     assert describe_network(SETTINGS) == "2 hosts with links of 1 Gbit/s"
     late = dataclasses.replace(SETTINGS, latency_s=0.0005)

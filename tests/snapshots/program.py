@@ -1,14 +1,19 @@
-"""A training that resumes from its snapshots.
+"""A training that resumes from its snapshots, started by launch() on every rank, and killed by tests.
 
-Each step appends a line to ``log-RANK``: the step, the samples that the loop was handed, and the bits of the loss.
+With DIES_AT in its environment, torchrun's first attempt kills itself behind that step. Each step appends a line to
+``log-RANK``: the step, the samples that the loop was handed, and the bits of the loss.
 """
 
 import hashlib
 import json
+import os
+import signal
+import sys
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -79,6 +84,8 @@ def train(
             optimizer.step()
             scheduler.step()
             step += 1
+            if step == int(os.environ.get("DIES_AT", -1)) and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
             if digests is not None:
                 names = {id(parameter): name for name, parameter in module.named_parameters()}
                 entries = {names[id(parameter)]: dict(entry) for parameter, entry in optimizer.state.items()}
@@ -92,3 +99,17 @@ def train(
     assert handle.stats()["snapshots"].keys() == taking.stats().keys()
     handle.detach()  # takes the snapshot of the last step, if it is due
     return taking.stats() | {"parts": parts}
+
+
+def main() -> None:
+    _, folder, log, steps, mode, every, waits = sys.argv
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    log = Path(log, f"log-{os.environ['RANK']}")
+    told = train(Path(folder), steps=int(steps), mode=mode, every=int(every), log=log, waits=waits == "waits")
+    print(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from snapshots import program
+from training.launch import torchrun
 from training.needs import torch
 
 pytest.importorskip("training.needs")
@@ -83,3 +84,14 @@ def test_a_resumed_training_has_the_bits_of_the_undisturbed(undisturbed, ranks, 
         assert surviving(tmp_path, rank) == surviving(whole, rank)
     assert len(lines(tmp_path, 0)) == 18 + STEPS - 18 + 2  # from step 16 on
     require_each_sample_once(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_torchrun_begins_again_where_the_snapshot_is(undisturbed, tmp_path):
+    mode, whole, _ = undisturbed
+    (tmp_path / "logs").mkdir()
+    folders = (str(tmp_path / "snapshots"), str(tmp_path / "logs"))
+    torchrun("-m", "snapshots.program", *folders, str(STEPS), mode, "4", "waits", DIES_AT="18")
+    for rank in range(2):
+        assert surviving(tmp_path, rank) == surviving(whole, rank)
+        assert len(lines(tmp_path, rank)) in (STEPS + 1, STEPS + 2)  # steps 17 and 18 once more
