@@ -86,10 +86,10 @@ def leaving_share(hosts: Hosts, form: str, wire: str = "fp32") -> float:
     return max(2 * size * (ranks - size) / ranks * x for size in hosts.sizes)
 
 
-def exchange_form(hosts: Hosts | None, wire: str, *, on_device: bool = False) -> str:
+def exchange_form(hosts: Hosts, wire: str, *, on_device: bool = False) -> str:
     """The form in which gradcast sends fp32 gradients between these hosts. ``on_device``: not in host memory, so
     that their backend knows the hosts itself."""
-    if hosts is not None and hosts.count > 1 and (hosts.ranks_per_host or 1) > 1 and not on_device:
+    if hosts.count > 1 and (hosts.ranks_per_host or 1) > 1 and not on_device:
         return TWO_LEVEL
     return RING if wire == "fp32" else FLAT
 

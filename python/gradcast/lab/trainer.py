@@ -75,7 +75,8 @@ class Training:
 
 def attached(task: Task, module: nn.Module | None = None, **options: Any) -> Training:
     """A model of the task, or ``module``, in overlap mode with these options of gradcast. Collective."""
-    module = module or task.module()
+    if module is None:
+        module = task.module()
     optimizer = task.optimizer(module)
     handle = gradcast.attach(module, optimizer, options=gradcast.Options(**options))
     return Training(task, module, optimizer, handle)
