@@ -139,6 +139,9 @@ def test_states_of_another_kind_are_refused(rank):
     handle = begin(None)[2]
     found = not_refused(lambda: handle.load_state_dict({"mode": "overlap", "version": 3}), "local steps")
     state = handle.state_dict()
+    for lost in ("tensors", "place", "settings"):
+        damaged = {name: value for name, value in state.items() if name != lost}
+        found += not_refused(functools.partial(handle.load_state_dict, damaged), f"KeyError: '{lost}'")
     handle.detach()
     small = torch.nn.Linear(3, 2)
     other = gradcast.attach(small, torch.optim.SGD(small.parameters(), 0.1), options=gradcast.Options(sync_every=5))

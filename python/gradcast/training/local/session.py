@@ -46,11 +46,10 @@ _TIMEOUT_S = 1800.0  # torch's own, where the process group does not tell its
 def inside_hosts(accepted: Accepted, group: Group) -> HiddenDdp:
     """Averages gradients over the ranks of this rank's host. Raises on all ranks alike."""
     hosts = group.hosts
-    if hosts is None or hosts.count == 1 or hosts.ranks_per_host in (None, 1):
-        found = "a single worker" if hosts is None else hosts.describe()
+    if hosts.count == 1 or hosts.ranks_per_host in (None, 1):
         raise refused(
             f"options.inner is 'host', which needs two or more hosts, all with the same number of ranks, two or more; "
-            f"this is {found}: leave it out"
+            f"this is {hosts.describe()}: leave it out"
         )
     own = [rank for rank, host in enumerate(hosts.host_of) if host == hosts.host_of[group.rank]]
     everyone = dist.get_process_group_ranks(group.shared)
@@ -159,8 +158,9 @@ class LocalStepsSession(TrainingSession):
         if moved and not self._told_of_moved:
             self._told_of_moved = True
             _log.warning(
-                "rank %d: the buffer %s has another shape than at attach, so it is no longer averaged: each rank keeps "
-                "its own; if it has to be averaged, give it its full size before attach", self.group.rank, moved[0],
+                "rank %d: the buffer %s has another shape or memory format than at attach, so it is no longer "
+                "averaged: each rank keeps its own; if it has to be averaged, give it its final form before attach",
+                self.group.rank, moved[0],
             )  # fmt: skip
 
     # --- For the handle ---
@@ -314,6 +314,10 @@ class LocalStepsSession(TrainingSession):
                 self._restore_residuals(state)
         except Error as error:
             refusal = error
+        except (KeyError, TypeError) as error:
+            refusal = refused(
+                f"the state is not whole ({type(error).__name__}: {error}); load what handle.state_dict() returned"
+            )
         if self._travel is not None:
             mine = (str(refusal) if refusal is not None else None, self._rounds.fingerprint())
             with self._travel.exchange.watch.waiting("handle.load_state_dict() on every rank"):
