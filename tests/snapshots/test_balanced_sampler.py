@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -180,3 +181,8 @@ def test_after_detach_no_batch_is_drawn():
     ranks.handles[0]._attached.released = True
     with pytest.raises(Error, match="gradcast was detached"):
         next(loop)
+
+
+def test_a_module_in_place_of_the_handle_is_refused():
+    with pytest.raises(Error, match="got a Linear as handle; pass what"):
+        BalancedBatchSampler(range(8), torch.nn.Linear(1, 1), 4)

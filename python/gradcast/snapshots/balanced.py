@@ -49,6 +49,10 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
         different lengths, if there are fewer samples than ranks, or if GRADCAST_DISABLE is set. On a device shares stay
         even, with a warning: how long a rank computes there is not measured."""
         super().__init__(dataset, shuffle, seed)
+        if not hasattr(handle, "_balance"):
+            raise refused(
+                f"BalancedBatchSampler got a {type(handle).__name__} as handle; pass what gradcast.attach() returned"
+            )
         self._attached, self._module = weakref.ref(handle._attached), handle._module
         self._rank, self._world_size = handle.rank, handle.world_size
         self._is_over = False  # the current epoch, for a loader that does not count
