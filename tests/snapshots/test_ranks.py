@@ -304,6 +304,30 @@ def test_the_ranks_ask_for_the_same(rank, tmp_path):
         begun(rank.index, str(tmp_path), every=3 + rank.index)
 
 
+@on_ranks(2)
+def test_ranks_name_the_same_signals_in_any_way(rank, tmp_path):
+    first, second = signal.SIGRTMIN + 1, signal.SIGTERM
+    same = ((first, second), frozenset([int(second), int(first)]))
+    handle, _, _ = begun(rank.index, str(tmp_path), signals=same[rank.index])
+    others, wrong = ([second], [int(second), first]), ([second], [[second]])
+    with pytest.raises(gradcast.Error, match=rf"'signals': \[15\].* 'signals': \[15, {first}\]"):
+        handle.snapshots(tmp_path, signals=others[rank.index])
+    with pytest.raises(gradcast.Error, match="give a list of signals"):
+        handle.snapshots(tmp_path, signals=wrong[rank.index])
+    handle.detach()
+
+
+@on_ranks(2)
+def test_no_rank_writes_into_a_folder_that_another_training_has_taken(rank, tmp_path):
+    handle, snapshots, step = begun(rank.index, str(tmp_path), every=3)
+    if rank.index == 0:
+        store.take_over(tmp_path, "another")
+    torch.distributed.barrier()
+    trained(handle, snapshots, step)
+    assert "another training writes its snapshots into" in snapshots.stats()["error"]
+    assert [each.name for each in tmp_path.iterdir()] == [".training"]
+
+
 @pytest.mark.parametrize("receiver", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_on_one_rank_brings_a_last_snapshot(ranks, tmp_path, receiver):
     told = ranks.run(2, gets_a_signal, str(tmp_path), receiver)

@@ -37,6 +37,7 @@ WRONG = [
     ({"signals": signal.SIGKILL}, "give a list of signals"),
     ({"signals": [signal.SIGKILL]}, "that a program can handle"),
     ({"signals": ["SIGTERM"]}, "that a program can handle"),
+    ({"signals": [[signal.SIGTERM]]}, "that a program can handle"),
     ({"extra": ["scheduler"]}, "extra is a list; give a dict"),
 ]
 

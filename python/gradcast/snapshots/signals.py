@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -15,7 +15,7 @@ class Signals:
     """``numbers``: of the signals. ``on_first``: called when the first comes. Of one that the program ignores, or that
     something other than Python handles, nothing changes."""
 
-    def __init__(self, numbers: Sequence[int], on_first: Callable[[], None]) -> None:
+    def __init__(self, numbers: Collection[int], on_first: Callable[[], None]) -> None:
         self.received: int | None = None
         self._process = os.getpid()
         self._is_over = False

@@ -6,7 +6,7 @@ import numbers
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ def start(
         failure = str(error)
     alike: dict[str, Any] = {name: getattr(options, name) for name in ("overhead", "keep", "every")}
     alike |= {"extra": sorted(options.extra), "loader": options.loader is not None}
-    alike |= {"signals": repr(options.signals), "plan": before is not None and before.plan is not None}
+    alike |= {"signals": sorted(map(int, set(options.signals))) if failure is None else None}
+    alike |= {"plan": before is not None and before.plan is not None}
     name, place = agree_on_folder(handle._session.group, folder, start_step, alike, failure)
     if before is not None and before.plan is not None:
         handle.load_state_dict(before.plan)
@@ -173,10 +174,10 @@ def _require_arguments(
         )
     if rate is not None and not _is_above_0(rate):
         raise refused(f"write_bytes_per_s={rate!r}; give bytes per second above 0, or leave it out")
-    known = set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
-    if not isinstance(options.signals, list | tuple | set) or not known.issuperset(options.signals):
+    signals, known = options.signals, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    if not isinstance(signals, Collection) or not all(isinstance(each, int) and each in known for each in signals):
         raise refused(
-            f"signals={options.signals!r}; give a list of signals that a program can handle, such as [signal.SIGTERM]"
+            f"signals={signals!r}; give a list of signals that a program can handle, such as [signal.SIGTERM]"
         )
     for name, each in {"loader": options.loader, **options.extra}.items():
         if each is not None and not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
@@ -207,7 +208,7 @@ def _is_count(value: object) -> bool:
 def planned_step(session: TrainingSession) -> PlannedStep | None:
     """The step that the plan in force predicts; None if it has no measured link, or if no block leaves a host."""
     hosts = session.group.hosts
-    if not isinstance(session, Session) or hosts is None or hosts.count == 1:
+    if not isinstance(session, Session) or hosts.count == 1:
         return None
     agreed, exchange = session.controller.agreed, session.exchange
     link = agreed.profile.link

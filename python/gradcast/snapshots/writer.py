@@ -13,7 +13,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class SnapshotOptions:
     extra: dict[str, Any]
     write_bytes_per_s: float | None
     over_network: bool
-    signals: Sequence[int]
+    signals: Collection[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Writer:
                 return True
 
     def _require_own_folder(self) -> None:
-        if self._place.completes and store.is_taken_over(self._place.folder, self._place.name):
+        if store.is_taken_over(self._place.folder, self._place.name):
             raise LeftError(
                 f"another training writes its snapshots into {self._place.folder} now; end one of them, or give each a "
                 "folder of its own"

@@ -4,7 +4,7 @@ import contextlib
 import json
 import signal
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +241,7 @@ class Handle:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         write_bytes_per_s: float | None = None,
         over_network: bool = False,
-        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Collection[int] = (signal.SIGTERM, signal.SIGUSR1),
     ) -> "Snapshots":
         """Writes a snapshot of the training into ``folder`` again and again, from which ``gradcast.resume`` goes on.
         Collective. Ends with ``detach()``, or with the program.
