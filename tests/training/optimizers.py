@@ -4,6 +4,7 @@ Not to be used: "sgd fused" with bfloat16 parameters. In torch 2.11 the fused SG
 that type uninitialized in its first step, so that two runs of torch alone differ.
 """
 
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -95,6 +96,48 @@ class CountsItself(torch.optim.SGD):
         return super().step(closure)
 
 
+class BoundToItself(torch.optim.SGD):
+    """Keeps a method of its own and a closure over itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.decay = self._decayed
+        self.update = lambda: torch.optim.SGD.step(self)
+
+    @torch.no_grad()
+    def _decayed(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.99)
+
+    def step(self, closure=None):
+        self.decay()
+        self.update()
+
+
+class ReplacesGroups(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1, momentum=0.5)
+
+    def step(self, closure=None):
+        self.param_groups = list(self.param_groups)
+        return super().step(closure)
+
+
+class WithHelper(torch.optim.SGD):
+    """An object that it keeps refers to it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.helper = types.SimpleNamespace(optimizer=self)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.helper.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+
+
 # Optimizers that treat parameters one by one.
 KINDS = {
     "sgd_nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
@@ -114,4 +157,5 @@ KINDS = {
     "counts_in_its_group": CountsInGroup,
     "counts_itself": CountsItself,
     "own_step": OwnStep,
+    "replaces_groups": ReplacesGroups,
 }

@@ -139,7 +139,8 @@ class Attachment:
         if torch.is_grad_enabled():
             self._refuse_other_ddp()
         frozen = self.session.long_frozen - self._thawed
-        changed = torch.is_grad_enabled() and (bool(frozen) or self._layout.changed())
+        with self.session.lock:
+            changed = torch.is_grad_enabled() and (bool(frozen) or self._layout.changed())
         self._is_borrowed = in_functional_call() or (changed and holds_other_tensors(self._setup.accepted.module))
         if self._is_borrowed:
             self.session.before_borrowed_forward(called)

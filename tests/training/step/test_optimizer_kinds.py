@@ -2,10 +2,10 @@
 
 import pytest
 
-from gradcast.training.step.partial_step import _carry_over
+from gradcast.training.step.partial_step import PartialStep, _carry_over
 from training.models import TASKS
 from training.needs import torch
-from training.optimizers import KINDS, Recipe
+from training.optimizers import KINDS, BoundToItself, Recipe
 from training.pool import on_ranks
 from training.sides import differences
 from training.twins import Twins
@@ -31,6 +31,55 @@ def test_what_was_changed_between_step_and_its_last_part_stays():
     before = {name: torch.tensor(value) for name, value in {"lr": 1e-3, "rate": 0.1, "decay": 1.0, "gone": 1.0}.items()}
     _carry_over(live, before, before | {"decay": torch.tensor(0.9), "count": 3})
     assert live == {"lr": 5e-4, "rate": torch.tensor(0.5), "decay": torch.tensor(0.9), "params": [], "count": 3}
+
+
+class GroupsInside(torch.optim.SGD):
+    """Has the groups of an optimizer inside."""
+
+    def __init__(self, inside):
+        super().__init__([torch.zeros(1)], lr=0.1)
+        self.inside = inside
+        del self.__dict__["param_groups"]
+
+    param_groups = property(
+        lambda self: self.inside.param_groups if "inside" in vars(self) else vars(self)["param_groups"],
+        lambda self, groups: (
+            setattr(self.inside, "param_groups", groups)
+            if "inside" in vars(self)
+            else vars(self).update(param_groups=groups)
+        ),
+    )
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("kind", ["replaces_groups", "groups inside"])
+def test_groups_are_whole_after_a_part(kind, elsewhere):
+    parameters = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+    inside = KINDS["replaces_groups"](parameters)
+    optimizer = GroupsInside(inside) if kind == "groups inside" else inside
+    groups, partial = inside.param_groups, PartialStep(optimizer)
+    for part in parameters:
+        part.grad = torch.ones_like(part)
+        partial.run([part], last=part is parameters[-1], elsewhere=elsewhere)
+        assert inside.param_groups is groups
+    assert [len(group["params"]) for group in groups] == [2]
+    assert [each.sum().item() for each in parameters] == pytest.approx([1.8, 2.7])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_an_optimizer_keeps_of_itself_updates_the_part_only(elsewhere):
+    """A bound method; a closure over it only on the thread that trains."""
+    parameters = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+    optimizer = BoundToItself(parameters)
+    if elsewhere:
+        optimizer.update = lambda: None
+    partial = PartialStep(optimizer)
+    for part in parameters:
+        part.grad = torch.ones_like(part)
+    for part in parameters:
+        partial.run([part], last=part is parameters[-1], elsewhere=elsewhere)
+    once = 0.99 if elsewhere else 0.89
+    assert [each.tolist() for each in parameters] == [pytest.approx([once] * 2), pytest.approx([once] * 3)]
 
 
 def lbfgs(side):

@@ -1,8 +1,10 @@
 """Hands on the optimizer: a step uses the values that stood when it was called."""
 
 import collections
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 
@@ -54,6 +56,18 @@ def test_a_state_put_in_place_after_step_is_for_the_next_step(rank):
         for _, each, _ in twins.each() if number == 6 else ():
             each.state = collections.defaultdict(dict)
     return twins.differences()
+
+
+@on_ranks(2)
+def test_a_replaced_state_is_freed(rank):
+    twins = Twins(rank, "plain", "adam plain", policy="fifo")
+    twins.train(5)
+    twins.pending_step()
+    optimizer = twins.ours.optimizer
+    replaced = weakref.ref(optimizer.state)
+    optimizer.load_state_dict(optimizer.state_dict())
+    gc.collect()
+    return [] if replaced() is None else ["the state is kept"]
 
 
 class Halfway(torch.optim.SGD):

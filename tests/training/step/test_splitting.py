@@ -5,7 +5,7 @@ import pytest
 import gradcast
 from gradcast.training.step.partial_step_check import require_splittable
 from training.needs import torch
-from training.optimizers import KINDS, CountsInGroup
+from training.optimizers import KINDS, CountsInGroup, WithHelper
 
 nn = torch.nn
 optim = torch.optim
@@ -66,6 +66,7 @@ UNSPLITTABLE = {
     "noise": Noisy,
     "a norm over all that only large gradients reach": lambda p: ClipsHigh(p, lr=0.1),
     "a count over all": CountsUpdates,
+    "an object that refers to it": WithHelper,
 }
 
 

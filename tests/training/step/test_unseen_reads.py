@@ -1,11 +1,15 @@
 """Parameters that forward reads without a call that could be seen: as C++ extensions do, for which the module that owns
 them waits, and as CUDA graphs do, which are known."""
 
+import contextlib
+import types
+
 import pytest
 from torch.utils.checkpoint import checkpoint
 
 from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
 from gradcast.training.step import pending
+from gradcast.training.step.unseen_waits import UnseenWaits
 from training import compare
 from training.attached import attach, heard
 from training.models import ReadsMemory, at_address
@@ -287,3 +291,23 @@ def test_graphed_modules_read_what_has_been_updated(rank, mode):
     assert handle.state_dict()["unseen_reads"] == []
     handle.detach()
     return compare.modules(ours, theirs.module)
+
+
+def test_what_is_due_is_asked_under_the_lock():
+    """Another thread may still be writing an update that is due no more."""
+    held = []
+
+    @contextlib.contextmanager
+    def lock():
+        held.append(True)
+        yield
+        held.pop()
+
+    class State:
+        @property
+        def is_update_due(self):
+            assert held
+            return False
+
+    steps = types.SimpleNamespace(gradients=types.SimpleNamespace(states=[]))
+    UnseenWaits(nn.Linear(1, 1), steps, lock, pytest.fail)._complete([State()])

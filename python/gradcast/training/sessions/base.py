@@ -88,7 +88,7 @@ class SessionBase(TrainingSession):
         )
         self._callbacks = callbacks
         self.on_callbacks_changed()
-        self._unseen = UnseenWaits(accepted.module, self._steps, self._lock, self._warn_once)
+        self._unseen = UnseenWaits(accepted.module, self._steps, lambda: self._lock, self._warn_once)
         self.controller = PlanController(
             self.exchange, accepted.module, group, self.trace, self._waits, self.mode, options, self._clipping
         )

@@ -118,6 +118,11 @@ class Session(SessionBase):
         with self._lock:
             self._gradients.send_nothing()
 
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while an optimizer has the parameter groups of a part."""
+        return self._lock
+
     def leave_reduction_to_ddp(self, leave: bool) -> None:
         """``leave``: from now on DDP reduces the gradients itself. Otherwise gradcast does so again."""
         self.flush()

@@ -129,11 +129,11 @@ class GradientExchange:
 
     def ready(self, index: int) -> None:
         """The gradient of this parameter is in its view."""
-        tensor, *where = self.places[index]
+        place = self.places[index]
         if self._on_device:
-            self._transport.on_written(*where)
+            self._transport.on_written(*place[1:])
         try:
-            self._engine.on_ready(tensor)
+            self._engine.on_ready(place[0])
         except Error as error:
             raise self.watch.explain(error) from None
 

@@ -125,8 +125,13 @@ class OptimizerStateGuard:
             self._is_updating = False
             self._guarded.__class__ = GuardedState
 
+    def end_step(self) -> None:
+        """No update is due any more."""
+        self._guarded = None  # the program may have replaced it
+
     def release(self) -> None:
         """Gives the optimizer an ordinary state again, whatever is still due."""
+        self.end_step()
         pending.clear(self._tensors())
         self._entries.clear()
         state = self._optimizer.state

@@ -360,7 +360,8 @@ class OptimizerSteps:
             self.values.clip(part)
         # The thread that trains must not read half an update of this one. (On a device, optimizers choose other kernels
         # for pending parameters, and updates are in the order of a queue.)
-        hidden = part[0].parameter.is_cpu and threading.get_ident() != self._thread
+        elsewhere = threading.get_ident() != self._thread
+        hidden = elsewhere and part[0].parameter.is_cpu
         if hidden:
             self.updating = frozenset(part)
         parameter_state.start_update(part, hidden=hidden)
@@ -375,7 +376,7 @@ class OptimizerSteps:
         updates = native.fields(part, "update_grad")
         before, failure = native.swap_gradients(parameters, updates), None
         try:
-            guard.update(lambda: self._partial[number].run(used, last=last), hidden=hidden)
+            guard.update(lambda: self._partial[number].run(used, last=last, elsewhere=elsewhere), hidden=hidden)
         except BaseException as error:
             failure = error
             raise
@@ -399,6 +400,7 @@ class OptimizerSteps:
         self.gradients.arrived.drop_released(part)
         if last:
             del self._partial[number], self._left[number]
+            guard.end_step()
         self._trace.count_update()
         self._note_updated(part)
         if self._clipping is not None and self._clipping.certified and not self._partial:

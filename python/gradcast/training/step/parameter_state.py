@@ -5,7 +5,8 @@
     TRAVELLING  the gradient is in the buffer and on its way; the tensor     arrive(), defer_update()
                 in ``.grad`` is pending (pending.py)
     ARRIVED     ``.grad`` is what the ranks agree on, and nothing is         begin_step(), defer_update()
-                pending; also during and after the update
+                pending; also during and after the update (of another thread:
+                pending until that ends)
     UPDATE_DUE  step() was called; the parameter and ``.grad`` are pending   start_update()
                 until the update runs, wherever the gradient is
 

@@ -1,10 +1,11 @@
 """Partial steps: the user's own optimizer updates the parameters whose gradients have arrived.
 
 The hyper-parameters of a step, in groups or attributes, are those at the call of ``step()``; a scheduler that runs
-afterwards does not change them. The class's step is called with a stand-in for the optimizer, whose groups are reduced
-to the part, so that no other thread sees them. State, foreach and fused forms are the optimizer's own, so parts give
-the numbers of a whole step, bit for bit, for every optimizer that updates parameters one by one. What an optimizer
-counts in a group or an attribute (steps) advances once per step, not once per part.
+afterwards does not change them. The class's step is called with the optimizer's groups reduced to the part. Another
+thread than the one that trains calls it with a stand-in for the optimizer, so that training does not see these. State,
+foreach and fused forms are the optimizer's own, so parts give the numbers of a whole step, bit for bit, for every
+optimizer that updates parameters one by one. What an optimizer counts in a group or an attribute (steps) advances once
+per step, not once per part.
 """
 
 import bisect
@@ -28,7 +29,7 @@ from gradcast.errors import refused
 from gradcast.training.compat import extension
 
 _NOTHING = object()
-_REASON = "gradcast updates in parts, as gradients arrive; leave optimizer.step() out of a function with fullgraph=True"
+_REASON = "gradcast runs this step itself; leave optimizer.step() out of a function with fullgraph=True"
 
 
 class Places:
@@ -77,8 +78,9 @@ class PartialStep:
         self._begun = False
         self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars after the last part
 
-    def run(self, parameters: Iterable[torch.Tensor], *, last: bool) -> None:
-        """Updates these parameters from their ``.grad``. ``last``: this is the last part of the step."""
+    def run(self, parameters: Iterable[torch.Tensor], *, last: bool, elsewhere: bool = False) -> None:
+        """Updates these parameters from their ``.grad``. ``last``: this is the last part of the step. ``elsewhere``: on
+        another thread than the one that trains."""
         members = self._places.by_group(parameters)
         reduced = []
         for index in range(len(self._live_groups)):
@@ -89,13 +91,7 @@ class PartialStep:
                 reduced.append(group)
         attributes = {**self._attributes, **_no_hooks(self._attributes, before=not self._begun, after=last)}
         self._begun = True
-        stand_in = object.__new__(type(self._optimizer))
-        vars(stand_in).update(attributes)
-        stand_in.param_groups = reduced
-        with default_context():
-            self._step(stand_in)
-        now = {key: value for key, value in vars(stand_in).items() if value is not reduced}
-        self._changed |= {key: value for key, value in now.items() if attributes.get(key, _NOTHING) is not value}
+        self._changed |= self._run(attributes, reduced, elsewhere)
         if last:
             for index, after in self._after.items():
                 _carry_over(self._live_groups[index], self._scalars[index], after)
@@ -104,6 +100,32 @@ class PartialStep:
                 if live.get(key, _NOTHING) is before.get(key, _NOTHING):  # else the program has changed it since
                     live[key] = value
             self._order_state()
+
+    def _run(self, attributes: dict[str, Any], groups: list[dict[str, Any]], elsewhere: bool) -> dict[str, Any]:
+        """The class's step with these attributes and groups. Returns the attributes that it has set."""
+        target = self._optimizer
+        if elsewhere:
+            target = object.__new__(type(self._optimizer))
+            attributes = {key: _rebound(value, self._optimizer, target) for key, value in attributes.items()}
+        whole, live = self._optimizer.param_groups, dict(vars(target))
+        differing = {key: value for key, value in attributes.items() if live.get(key, _NOTHING) is not value}
+        vars(target).update(differing)
+        given, changed = dict(vars(target)), {}
+        target.param_groups = groups
+        try:
+            with default_context():
+                self._step(target)
+        finally:
+            for key, value in vars(target).items():
+                if key != "param_groups" and given.get(key, _NOTHING) is not value:
+                    changed[key] = value
+            target.param_groups = whole  # also of a stand-in: a property may set those of an optimizer that both share
+            for key in {*differing, *changed}:
+                if key in live:
+                    vars(target)[key] = live[key]
+                else:
+                    del vars(target)[key]
+        return changed
 
     def _order_state(self) -> None:
         """Puts the entries of parameters that were updated for the first time into the order of a whole step."""
@@ -114,6 +136,12 @@ class PartialStep:
         for parameter in itertools.chain(*(group["params"] for group in self._live_groups)):
             if parameter in new:
                 dict.__setitem__(state, parameter, dict.pop(state, parameter))
+
+
+def _rebound(value: Any, optimizer: Optimizer, target: Optimizer) -> Any:
+    """A method that is bound to the optimizer, of its stand-in."""
+    is_bound = isinstance(value, types.MethodType) and value.__self__ is optimizer
+    return types.MethodType(value.__func__, target) if is_bound else value
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:

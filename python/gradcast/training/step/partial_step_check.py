@@ -53,7 +53,9 @@ class _Trial:
 
     def __init__(self, optimizer: Optimizer) -> None:
         generator = torch.Generator().manual_seed(0)
-        memo: dict[int, Any] = {id(optimizer.state): collections.defaultdict(dict)}
+        # Not copy.copy(): __setstate__() would write defaults into groups that both share.
+        self._optimizer = object.__new__(type(optimizer))
+        memo: dict[int, Any] = {id(optimizer): self._optimizer, id(optimizer.state): collections.defaultdict(dict)}
         groups = []
         self.parameters: list[torch.Tensor] = []
         state: collections.defaultdict[Any, dict] = collections.defaultdict(dict)
@@ -67,8 +69,6 @@ class _Trial:
             settings = {key: copy.deepcopy(value, dict(memo)) for key, value in group.items() if key != "params"}
             groups.append({**settings, "params": members})
             self.parameters += members
-        # Not copy.copy(): __setstate__() would write defaults into groups that both share.
-        self._optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__ = {
             key: _empty(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
             for key, value in vars(optimizer).items()
@@ -86,7 +86,7 @@ class _Trial:
             return
         partial = PartialStep(self._optimizer)
         for part in parts:
-            partial.run(part, last=part is parts[-1])
+            partial.run(part, last=part is parts[-1], elsewhere=number % 2 == 1)
 
     def equals(self, other: "_Trial") -> bool:
         mine, theirs = self._values(), other._values()

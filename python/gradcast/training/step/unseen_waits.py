@@ -2,7 +2,6 @@
 forward, or before the whole forward pass begins."""
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from gradcast.training.compat.module_hooks import UncopiedHook, WeakHook
 from gradcast.training.measure.unseen_reads import Owners, UnseenRead
 from gradcast.training.step import parameter_state
+from gradcast.training.step.optimizer_state import Lock
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState
 
@@ -18,9 +18,7 @@ from gradcast.training.step.parameter_state import ParameterState
 class UnseenWaits:
     """One per session."""
 
-    def __init__(
-        self, module: nn.Module, steps: OptimizerSteps, lock: threading.RLock, warn_once: Callable[..., None]
-    ) -> None:
+    def __init__(self, module: nn.Module, steps: OptimizerSteps, lock: Lock, warn_once: Callable[..., None]) -> None:
         self._module, self._states, self._steps, self._lock = module, steps.gradients.states, steps, lock
         self._warn_once = warn_once
         self._reads: Mapping[int, UnseenRead] = {}
@@ -67,8 +65,8 @@ class UnseenWaits:
             self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
 
     def _complete(self, states: Sequence[ParameterState], *_: Any) -> None:
-        if any(state.is_update_due for state in states):
-            with self._lock:
-                due = [state for state in states if state.is_update_due]
+        with self._lock():  # another thread may be updating some, which are due no more
+            due = [state for state in states if state.is_update_due]
+            if due:
                 self._steps.stream.on_parameter_read()
                 self._steps.complete_updates(due)
