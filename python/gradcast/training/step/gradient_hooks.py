@@ -262,7 +262,7 @@ class GradientHooks:
         parameter_state.begin_step(self.states)
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
-            self._send_tensor(self._module_buffers.index, used=True)
+            self._send_tensor(self._module_buffers.index, self.listener, used=True)
 
     def _arm(self) -> None:
         """Lets the hooks send what is ordinary in the backward pass that runs."""
@@ -360,14 +360,15 @@ class GradientHooks:
     def _send(self, state: ParameterState) -> None:
         if self.clipping is not None:
             self.clipping.on_sent(state)
-        parameter_state.depart([state], self.listener)
+        listener = self.listener
+        parameter_state.depart([state], listener)
         if state.locally_unused is None:
             self.arrived.count_frozen(state, Usage.USED)
-        self._send_tensor(state.index, used=state.locally_unused is None)
+        self._send_tensor(state.index, listener, used=state.locally_unused is None)
 
-    def _send_tensor(self, index: int, *, used: bool) -> None:
+    def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
         self._sent_count += 1
-        self.listener.on_gradient_sent(index, used=used)
+        listener.on_gradient_sent(index, used=used)
         self.exchange.ready(index)
 
     def _send_missing(self, *, failed: bool = False) -> None:
@@ -384,9 +385,9 @@ class GradientHooks:
             self._send(state)
         if self.clipping is not None:
             self.clipping.write_norms()
-            self._send_tensor(self.clipping.index, used=True)
+            self._send_tensor(self.clipping.index, self.listener, used=True)
         if self._module_buffers is not None and self._module_buffers.on_backward_end():
-            self._send_tensor(self._module_buffers.index, used=True)
+            self._send_tensor(self._module_buffers.index, self.listener, used=True)
         self._used_unsynchronized.clear()
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:
