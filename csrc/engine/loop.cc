@@ -266,8 +266,8 @@ void Engine::Loop::fail_on_loop(ErrorCode code, const std::string& message) {
 void Engine::Loop::abort_on_loop(const std::string& reason) {
   GC_CHECK(on_loop());
   aborted_ = true;
+  drain_deadline_ns_ = steady_now_ns() + kDrainNs;  // the abort may take most of that
   transport_.abort(reason.c_str());
-  drain_deadline_ns_ = steady_now_ns() + kDrainNs;
 }
 
 void Engine::Loop::stop_on_loop() {

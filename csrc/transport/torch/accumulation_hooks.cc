@@ -181,6 +181,7 @@ py::list AccumulationHooks::arm(int64_t task, const py::list& views, const std::
                                 double scale) {
   const at::Tensor scale_tensor = at::native::wrapped_scalar_tensor(scale);
   std::vector<std::optional<Armed>> armed;
+  armed.reserve(hooked_.size());
   for (size_t i = 0; i < hooked_.size(); ++i)
     armed.push_back(Armed{THPVariable_Unpack(py::handle(views[i]).ptr()), addresses_.at(i), !gradient_of(i).defined(),
                           scale, scale_tensor});

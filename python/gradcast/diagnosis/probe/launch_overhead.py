@@ -25,7 +25,7 @@ _LAST_STAGE = "update"
 # WORKAROUND(torch 2.11, Gloo): a thread of Gloo's wakes whoever waits for a future, and only then ends the record of
 # the operation. Stopping the profiler frees the record's memory, so if the system has set that thread aside in between,
 # it crashes. This is how long it may take.
-_ENDS_RECORDS_WITHIN_S = 0.1
+_ENDS_RECORDS_WITHIN_S = 0.25
 # RecordScope of c10: FUNCTION and BACKWARD_FUNCTION.
 _OPERATION_SCOPES = (0, 1)
 # Not compute: communication; the engine's work around a node; where it stores a gradient and calls DDP; and what

@@ -4,6 +4,7 @@ It imports nothing of gradcast, because setup.py runs before gradcast is install
 """
 
 import concurrent.futures
+import functools
 import hashlib
 import os
 import shlex
@@ -130,22 +131,28 @@ def _torch_folder() -> Path:
 def _run(commands: list[list[str]]) -> None:
     """Runs as many at a time as there are cores. Raises BuildError with the last lines of the first failure."""
     pool = concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    begun: list[subprocess.Popen] = []
     try:
-        for _ in pool.map(_run_one, commands):
+        for _ in pool.map(functools.partial(_run_one, begun), commands):
             pass
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in begun:
+            process.kill()
+        pool.shutdown()
 
 
-def _run_one(command: list[str]) -> None:
+def _run_one(begun: list[subprocess.Popen], command: list[str]) -> None:
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, **streams, text=True, errors="replace")
+    begun.append(process)
     try:
-        ended = subprocess.run(command, **streams, timeout=_TIMEOUT_S, text=True, errors="replace")
+        output = process.communicate(timeout=_TIMEOUT_S)[0]
     except subprocess.TimeoutExpired:
         raise BuildError(f"the C++ compiler did not end within {_TIMEOUT_S} s: {shlex.join(command)}") from None
-    if ended.returncode != 0:
-        last = "\n".join(ended.stdout.splitlines()[-_SHOWN_LINES:])
+    if process.returncode != 0:
+        last = "\n".join(output.splitlines()[-_SHOWN_LINES:])
         raise BuildError(
-            f"compiling the part for torch failed (exit code {ended.returncode} of {command[0]}); "
+            f"compiling the part for torch failed (exit code {process.returncode} of {command[0]}); "
             f"it needs a compiler that supports C++20. The last lines:\n{last}"
         )
