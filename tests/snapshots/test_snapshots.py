@@ -95,3 +95,16 @@ def test_torchrun_begins_again_where_the_snapshot_is(undisturbed, tmp_path):
     for rank in range(2):
         assert surviving(tmp_path, rank) == surviving(whole, rank)
         assert len(lines(tmp_path, rank)) in (STEPS + 1, STEPS + 2)  # steps 17 and 18 once more
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_goes_on_without_a_sample_twice(ranks, tmp_path):
+    # Of 120 samples, 8 steps of 4 x 2 and 8 of 3 x 2 leave one step of 4 x 2; each run ends behind its last snapshot.
+    history, begin = [], 0
+    for world_size, steps, snapshot in ((4, 10, 8), (3, 18, 16), (4, 17, 17)):
+        before = [len(lines(tmp_path, rank)) if begin else 0 for rank in range(4)]
+        run(ranks, tmp_path, world_size, "overlap", steps=steps)
+        for rank in range(world_size):
+            history += [i for step, ids, _ in lines(tmp_path, rank)[before[rank] :] if step <= snapshot for i in ids]
+        begin = snapshot
+    assert sorted(history) == list(range(program.SAMPLES))

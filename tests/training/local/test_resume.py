@@ -2,11 +2,13 @@
 
 import functools
 import io
+import json
 import logging
 
 import pytest
 
 from training.attached import attach, heard, not_refused
+from training.launch import torchrun
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -148,6 +150,21 @@ def test_states_of_another_kind_are_refused(rank):
     found += not_refused(lambda: other.load_state_dict(state), "another model")
     other.detach()
     return found
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_inside_a_round_goes_on_after_torchruns_restart(tmp_path):
+    """Killed after 15 steps of rounds of 6, when fragments travel."""
+    told = []
+    for number, killed_step in enumerate((-1, 15)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        out = torchrun("-m", "training.local.ends", "restarts", str(folder), str(killed_step))
+        told.append(json.loads(out))
+    undisturbed, restarted = told
+    assert (undisturbed["life"], undisturbed["first"]) == (0, 0)
+    assert (restarted["life"], restarted["first"]) == (1, 15)
+    assert restarted["digest"] == undisturbed["digest"]
 
 
 @on_ranks(2)
