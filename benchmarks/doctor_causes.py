@@ -74,7 +74,7 @@ _EXCLUDED = ({"read", "slow data"}, {"prepare", "slow data"}, {"link", "slow hos
 
 
 def set_inside_rate(network: Network, rate_bits_per_s: float) -> None:
-    """Of each host's loopback, over which its ranks send to each other."""
+    """Sets the rate of each host's loopback, over which its ranks send to each other."""
     for host in range(network.host_count):
         name = network._namespace(host)
         subprocess.run(["ip", "-n", name, "link", "set", "dev", "lo", "mtu", "16000"], check=True)

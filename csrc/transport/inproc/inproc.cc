@@ -47,7 +47,7 @@ void copy_part(const std::vector<Number>& from, std::vector<Number>& to, size_t 
   std::copy(from.begin() + part.first, from.begin() + part.last, to.begin() + part.first);
 }
 
-// Of an all-gather every rank's part, otherwise the sum.
+// Every rank's part for an all-gather, otherwise the sum.
 template <typename Number>
 std::vector<Number> result_of(Op op, std::span<const Contribution> ranks) {
   std::vector<Number> result = packed<Number>(ranks.front());
