@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from conftest import link_of
+from gradcast import _core
 from training.needs import torch
 from training.pool import on_ranks
 from training.twins import Twins
@@ -15,6 +17,8 @@ from gradcast.training.measure import early_waits  # isort: skip
 from gradcast.training.measure.early_waits import Cause, EarlyWaits
 from gradcast.training.measure.step_trace import StepRecord, StepTrace
 from gradcast.training.measure.stopwatch import Stopwatch
+from gradcast.training.plan import proposals
+from gradcast.training.plan.expectation import StepVariation, expect
 from gradcast.training.step import pending
 
 nn = torch.nn
@@ -294,3 +298,26 @@ def test_waits_by_kind(rank):
     if rank.index == 0:
         found += [f"{cause}: {causes}" for cause, causes in cases.items() if cause.what not in causes]
     return found
+
+
+def test_nothing_is_expected_of_an_overlap_that_the_loop_prevents():
+    """All parameters are read when backward ends."""
+    link = link_of(1e5, 8.0)
+
+    def profile(needs_ms):
+        tensors = [
+            _core.Tensor(name=str(i), bytes=6_000_000, ready_ns=(4 - i) * 25 * MS, need_ns=need * MS)
+            for i, need in enumerate(needs_ms)
+        ]
+        return _core.Profile(
+            name="loop", forward_ns=100 * MS, backward_ns=100 * MS, tensors=tensors, world_size=2, link=link
+        )
+
+    def expected(needs_ms):
+        found = profile(needs_ms)
+        plan = _core.make_plan(found, link)
+        return expect(found, plan, found, proposals.baseline_plan(found), StepVariation())
+
+    free, read = expected((0, 25, 50, 75)), expected((0, 0, 0, 0))
+    assert free.gain > 1.2
+    assert read.gain < 1.02

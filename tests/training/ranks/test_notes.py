@@ -9,7 +9,7 @@ from training.needs import torch
 
 pytest.importorskip("training.needs")
 from gradcast.training.ranks.step_reports import StepReport, StepReports
-from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
+from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS, GradientBuffers
 
 
 def report_of(rank, iteration):
@@ -81,3 +81,14 @@ def test_many_ranks_take_turns():
             # Of one of the last iterations, whichever was this rank's turn.
             iteration = round((fact.facts.step_ns - 1e8 - 1e6 * rank) / 1e3)
             assert 10 - turns <= iteration <= 10
+
+
+def test_reports_move_with_the_gradients():
+    parameters = [torch.zeros(3), torch.zeros(5)]
+    buffers = GradientBuffers(["a", "b"], parameters, 2)
+    parameters[0].grad = buffers.views[0].fill_(1.0)
+    buffers.reports.fill_(7.0)
+    buffers.lay_out([1, 0])
+    assert buffers.reports.tolist() == [7.0] * len(buffers.reports)
+    assert buffers.views[0].tolist() == [1.0] * 3
+    assert buffers.views[1].tolist() == [0.0] * 5
