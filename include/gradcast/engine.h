@@ -29,8 +29,9 @@ struct EngineOptions {
   std::string thread_name = "gradcast";  // not empty; the system shows at most 15 characters
   int32_t timeline_iterations = 16;      // how many iterations timeline() keeps, 1 to 2^20
   // Blocks that a device holds in its queue count no more as the plan's `in_flight`, since its queue keeps their order.
-  // So many blocks in all may be started and unfinished then, 1 to 1,024.
-  int32_t queue_window = 16;
+  // So many blocks in all may be started and unfinished then, 1 to 1,024. By default all of a plan's, as with DDP: the
+  // host would wait for the device otherwise.
+  int32_t queue_window = 1024;
 };
 
 // Times of the steady clock in ns; 0 for what has not happened. If a device had still to write the gradients when the

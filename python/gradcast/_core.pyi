@@ -300,7 +300,7 @@ class Engine:
         *,
         thread_name: str = "gradcast",
         timeline_iterations: int = 16,
-        queue_window: int = 16,
+        queue_window: int = 1024,
     ) -> None: ...
     def follow(self, profile: Profile, plan: Plan) -> int:
         """Follows the plan from the next iteration on; returns its version, from 1."""

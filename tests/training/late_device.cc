@@ -55,6 +55,7 @@ class LateTransport final : public Transport, private CompletionSink {
       const std::vector<Range> ranges(operation.ranges, operation.ranges + operation.range_count);
       const Late late{operation, ranges, Clock::now() + delay_};
       open_[operation.ticket] = late;
+      most_open_ = std::max(most_open_, std::ssize(open_));
       waiting_.push_back(late);
     }
     changed_.notify_all();
@@ -89,6 +90,11 @@ class LateTransport final : public Transport, private CompletionSink {
   void fail() {
     const std::lock_guard lock(mutex_);
     fails_ = true;
+  }
+  // So many operations were started and had not ended, at most.
+  int64_t most_open() {
+    const std::lock_guard lock(mutex_);
+    return most_open_;
   }
   // So many of these calls had to wait.
   int64_t waited_count() {
@@ -139,6 +145,7 @@ class LateTransport final : public Transport, private CompletionSink {
   std::condition_variable changed_;
   std::map<int64_t, Late> open_;  // by ticket
   std::deque<Late> waiting_;
+  ptrdiff_t most_open_ = 0;
   int64_t waited_count_ = 0;
   std::map<std::tuple<int32_t, int64_t, int64_t>, int64_t> written_counts_;
   std::atomic<bool> fails_ = false;
@@ -160,6 +167,7 @@ PYBIND11_MODULE(_late_device, module) {
       .def("forget_ranges", [](LateTransport&) {})
       .def("written_count", &LateTransport::written_count)
       .def("fail", &LateTransport::fail)
+      .def_property_readonly("most_open", &LateTransport::most_open)
       .def("order_behind", &LateTransport::order_behind, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("waited_count", &LateTransport::waited_count);
 }

@@ -89,6 +89,20 @@ def test_a_step_begins_before_the_host_has_heard_of_the_ends_of_the_last_one(ran
 
 
 @on_ranks(2)
+def test_all_blocks_of_a_step_are_queued_before_the_first_ends(rank, mode):
+    """As DDP's buckets are. A host that waited for the device could not queue the kernels behind them in time."""
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(20)]
+    buckets = {"first_bytes": 1, "cap_bytes": 1}
+    with late_device(40_000) as transports:
+        attached = Attached(nn.Sequential(*layers), mode, policy="ddp", policy_parameters=buckets)
+    for _ in range(5):
+        attached.step(torch.ones(4, 8))
+    attached.handle.flush()
+    assert len(attached.handle.plan.blocks) == 20
+    return transports[0].most_open - 20
+
+
+@on_ranks(2)
 def test_every_block_starts_behind_the_usage_flags(rank):
     """They are written all over the buffer where backward begins, and a gradient perhaps on another stream."""
     with late_device() as transports:
