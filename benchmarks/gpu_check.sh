@@ -89,11 +89,15 @@ done
 # torch's own: reads and writes of one tensor on two streams without an order between them.
 check training-streams env TORCH_CUDA_SANITIZER=1 "${train[@]}" --steps 8 --width 64
 
-# Steps beside 15 ranks that are only mirrored, each in at most ten minutes.
+# Steps beside 15 ranks that are only mirrored, each in at most ten minutes. $logs/traces shows where a step's time goes.
 mirror=("$python" -m benchmarks.nccl_mirror.mirror --library "$build/benchmarks/nccl_mirror/libnccl.so.2")
-check mirror "${mirror[@]}"
-check mirror-foreach "${mirror[@]}" --optimizer foreach
-check mirror-compiled "${mirror[@]}" --compiled
+mkdir -p "$logs/traces"
+for gbit in 25 100 10 400; do
+  check mirror-$gbit "${mirror[@]}" --gbit $gbit --traces "$logs/traces"
+done
+some=(--gbit 25,100 --ways "alone,DDP 25,hook,gradcast overlap")
+check mirror-foreach "${mirror[@]}" "${some[@]}" --optimizer foreach
+check mirror-compiled "${mirror[@]}" "${some[@]}" --compiled
 
 if command -v mpirun >/dev/null; then
   check bench mpirun --allow-run-as-root -n 1 python/gradcast/bin/gradcast-bench --transport nccl

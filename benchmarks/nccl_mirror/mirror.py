@@ -7,11 +7,12 @@ This process is rank 0 of 16; the others do what it does, inside of the library,
 kernels, launches, streams, Python, c10d, DDP, FSDP2 and gradcast are real; the wire is a link with a latency and a
 rate. Not shown: ranks that differ, real algorithms and networks, and what they take from the GPU.
 
-First it checks that DDP and gradcast train as one process alone does, bit for bit: 16 is a power of two. Then it prints
-for each model, network and way to train: the step, for how long of it no kernel computed, the CPU time of the training
-thread (which includes waiting for the GPU where torch spins), and the step that gradcast has predicted. FSDP2 is there
-for its time only, since a mirrored gather replicates rank 0's shard. "gradcast overlap 2" has at most 2 blocks in the
-GPU's queue; 16 is gradcast's own window.
+First it checks that DDP and gradcast train as one process alone does, bit for bit: 16 is a power of two. Then all ways
+to train take turns, for each model and network. Printed are the median step and its range over the turns, for how long
+of a step no kernel computed, the CPU time of the training thread (which includes waiting for the GPU where torch
+spins), the step that gradcast has predicted, and how often its step goes into that of the best DDP, turn by turn. FSDP2
+is there for its time only, since a mirrored gather replicates rank 0's shard. "gradcast overlap 2" has at most 2 blocks
+in the GPU's queue at a time.
 
 ``--device cpu`` shows with small models that the rest works. There torch's "fake" group takes the place of NCCL: it
 sends nothing, adds nothing up, takes no time, and does not serve DDP.
@@ -23,6 +24,7 @@ import ctypes
 import functools
 import gc
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -33,6 +35,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from benchmarks.gpu_training import device_of, traced
+from benchmarks.on_hosts import in_turns
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -52,7 +55,7 @@ WORKERS = 16
 _SETTLED = 28  # steps until gradcast follows its plan: 6 measure, twice 9 hold a plan against what it takes, and some
 _CHECKED_STEPS = 24
 _TRACED_STEPS = 3
-_EDGE_STEPS = 3
+_EDGE_STEPS = 2  # before and after those that are measured
 
 
 @contextlib.contextmanager
@@ -136,10 +139,10 @@ SMALL_TASKS: dict[str, Task] = {
     "small GPT": (lambda: gpt(64, 2, 50, 16), lambda: _texts(4, 50, 16)),
 }
 WAYS = (
-    *("alone", "DDP 4 MiB", "DDP 25 MiB", "DDP 100 MiB", "FSDP2", "gradcast hook"),
+    *("alone", "DDP 4 MiB", "DDP 25 MiB", "DDP 100 MiB", "FSDP2", "gradcast hook", "gradcast overlap"),
     *(f"gradcast overlap {window}" for window in (1, 2, 16)),
 )
-_CHECKED = ("alone", "DDP 4 MiB", "gradcast hook", WAYS[-1])
+_CHECKED = ("alone", "DDP 4 MiB", "gradcast hook", "gradcast overlap")
 OPTIMIZERS = ("fused", "foreach")
 
 
@@ -176,12 +179,10 @@ class Training:
         if name == "DDP":
             self._model = DistributedDataParallel(self.module, bucket_cap_mb=int(size[0]), gradient_as_bucket_view=True)
         elif name == "gradcast":
-            if size[0] == "hook":
-                self.handle = gradcast.attach(self.module)
-            else:
-                engine = functools.partial(_core.Engine, queue_window=int(size[-1]))
-                with mock.patch.object(_core, "Engine", engine):
-                    self.handle = gradcast.attach(self.module, self._optimizer)
+            mode, *window = size
+            limited = dict(zip(["queue_window"], map(int, window), strict=False))
+            with mock.patch.object(_core, "Engine", functools.partial(_core.Engine, **limited)):
+                self.handle = gradcast.attach(self.module, self._optimizer if mode == "overlap" else None)
 
     def step(self) -> None:
         self._optimizer.zero_grad()
@@ -192,15 +193,32 @@ class Training:
         self._optimizer.step()
 
     def spend(self, steps: int) -> tuple[float, float]:
-        """Seconds until so many steps are complete, and those of the training thread's CPU."""
-        begin_s, cpu_begin_s = time.perf_counter(), time.thread_time()
-        for _ in range(steps):
+        """ms per step, and ms of the training thread's CPU, of so many steps in the middle of some."""
+        moments = []
+        for number in range(steps + 2 * _EDGE_STEPS):
+            if number in (_EDGE_STEPS, _EDGE_STEPS + steps):
+                moments.append((self._now(), time.thread_time()))
             self.step()
+        self.complete()
+        (begin, cpu_begin_s), (end, cpu_end_s) = moments
+        return self._elapsed_ms(begin, end) / steps, 1e3 * (cpu_end_s - cpu_begin_s) / steps
+
+    def complete(self) -> None:
         if self.handle is not None:
             self.handle.flush()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - begin_s, time.thread_time() - cpu_begin_s
+
+    def _now(self) -> Any:
+        """Where the device is, which need not be where the host is."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _elapsed_ms(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) if self._device.type == "cuda" else 1e3 * (end - begin)
 
     def end(self) -> dict[str, Any]:
         """Returns what gradcast says of the steps."""
@@ -227,21 +245,61 @@ def differing(task: Task, device: torch.device, mean: float, *, compiled: bool =
     return [way for way in found if not all(map(torch.equal, found[way], found["alone"]))]
 
 
-def measured(task: Task, way: str, device: torch.device, args: argparse.Namespace) -> list[Any]:
-    """ms per step, ms of it in which the GPU did not compute (None on the CPU), ms of the training thread's CPU per
-    step, ms that gradcast has predicted (else None)."""
+class Measured:
+    """A way to train, and what its turns took."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.step_ms: list[float] = []
+        self.cpu_ms: list[float] = []
+        self.idle_ms: float | None = None  # of a step, in which the GPU did not compute
+
+    def take_turn(self, steps: int) -> None:
+        step_ms, cpu_ms = self.training.spend(steps)
+        self.step_ms.append(step_ms)
+        self.cpu_ms.append(cpu_ms)
+
+    def trace(self, path: str) -> None:
+        """A Chrome trace of some steps, which take longer then."""
+        events = traced(lambda: [self.training.step() for _ in range(_TRACED_STEPS)], path)
+        self.training.complete()
+        self.idle_ms = idle_ms(events) / _TRACED_STEPS
+
+    def row(self, ddp: "Measured | None") -> list[Any]:
+        """Columns of the table. ``ddp``: what this is compared with."""
+        ratios = [] if ddp is None else [theirs / own for theirs, own in zip(ddp.step_ms, self.step_ms, strict=True)]
+        median_ms, predicted_ms = statistics.median(self.step_ms), self.training.end().get("predicted_ms")
+        told = [None, None] if predicted_ms is None else [predicted_ms, median_ms / predicted_ms]
+        times = [*spread(self.step_ms, ".1f"), self.idle_ms, statistics.median(self.cpu_ms)]
+        return [*times, *told, *spread(ratios, ".2f")]
+
+
+def spread(values: Sequence[float], digits: str) -> list[str | None]:
+    """The median, and the range."""
+    if not values:
+        return [None, None]
+    return [format(statistics.median(values), digits), f"{min(values):{digits}} to {max(values):{digits}}"]
+
+
+def compared(
+    task: Task, ways: Sequence[str], device: torch.device, args: argparse.Namespace, name: str, end_s: float
+) -> list[Any]:
+    """Rows of the table. ``name``: that of the traces. ``end_s``: when no further round of turns begins."""
     adamw = functools.partial(torch.optim.AdamW, lr=1e-4, **{args.optimizer: True})
-    training = Training(task, way, device, adamw, compiled=args.compiled)
-    training.spend(_SETTLED if training.handle is not None else 5)
-    # Less what the first and the last of some steps take, which nothing precedes or follows.
-    many, few = training.spend(_EDGE_STEPS + args.steps), training.spend(_EDGE_STEPS)
-    step_ms, cpu_ms = (1e3 * (more - less) / args.steps for less, more in zip(few, many, strict=True))
-    idle = None
-    if device.type == "cuda":
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "trace.json")
-            idle = idle_ms(traced(lambda: [training.step() for _ in range(_TRACED_STEPS)], path)) / _TRACED_STEPS
-    return [step_ms, idle, cpu_ms, training.end().get("predicted_ms")]
+    found = {way: Measured(Training(task, way, device, adamw, compiled=args.compiled)) for way in ways}
+    for each in found.values():
+        each.training.spend(_SETTLED if each.training.handle is not None else 1)
+    for number, way in enumerate(in_turns(ways, args.turns)):
+        if number % len(ways) == 0 and number > 0 and time.monotonic() > end_s:
+            print(f"{number // len(ways)} of {args.turns} turns of each, because {args.minutes:g} minutes are over")
+            break
+        found[way].take_turn(args.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        for way in ways if device.type == "cuda" else ():
+            found[way].trace(os.path.join(args.traces or folder, f"{name}, {way}.json".replace(" ", "-")))
+    stock = [each for way, each in found.items() if way.startswith("DDP")]
+    ddp = min(stock, key=lambda each: statistics.median(each.step_ms), default=None)
+    return [[way, *each.row(None if way == "alone" else ddp)] for way, each in found.items()]
 
 
 def idle_ms(events: Iterable[dict[str, Any]]) -> float:
@@ -265,23 +323,18 @@ def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace
     for name, task in tasks.items():
         for gbit in args.gbit if has_any(name, args.models) else ():
             set_link(ctypes.c_double(gbit), ctypes.c_double(args.latency_us))
-            rows, left_out = [], []
-            for way in [each for each in ways_on(device, *WAYS) if has_any(each, args.ways)]:
-                if time.monotonic() > end_s:
-                    left_out.append(way)
-                    continue
-                step_ms, idle, cpu_ms, predicted_ms = measured(task, way, device, args)
-                said = [None, None] if predicted_ms is None else [predicted_ms, step_ms / predicted_ms]
-                rows.append([way, step_ms, idle, cpu_ms, *said])
-                gc.collect()
-            ddp_ms = min((row[1] for row in rows if row[0].startswith("DDP")), default=None)
-            rows = [[*row, None if ddp_ms is None or row[0] == "alone" else ddp_ms / row[1]] for row in rows]
             how = f"{'compiled blocks' if args.compiled else 'eager'}, AdamW {args.optimizer}"
-            print(f"\n{name}, {how}, {args.workers} ranks, {gbit:g} Gbit/s, {args.latency_us:g} us")
-            columns = ["", "step, ms", "idle, ms", "CPU, ms", "predicted, ms", "measured / predicted", "x best DDP"]
-            print(tabulate(rows, columns, floatfmt=".2f"), flush=True)
-            if left_out:
-                print(f"left out, because {args.minutes:g} minutes were over: {', '.join(left_out)}")
+            title = f"{name}, {how}, {args.workers} ranks, {gbit:g} Gbit/s, {args.latency_us:g} us"
+            if time.monotonic() > end_s:
+                print(f"\n{title}: left out, because {args.minutes:g} minutes were over")
+                continue
+            ways = [each for each in ways_on(device, *WAYS) if has_any(each, args.ways)]
+            rows = compared(task, ways, device, args, f"{name}, {gbit:g}", end_s)
+            print(f"\n{title}")
+            columns = ["", "step, ms", "range", "idle, ms", "CPU, ms", "predicted, ms", "measured / predicted"]
+            columns += ["x best DDP", "range"]
+            print(tabulate(rows, columns, floatfmt=".2f", disable_numparse=[1, 2, 7, 8]), flush=True)
+            gc.collect()
 
 
 def main() -> int:
@@ -297,8 +350,10 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="the model's blocks are compiled")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="fused", help="AdamW's kernels (default: fused)")
     parser.add_argument("--latency-us", type=float, default=20, help="of each operation (default: 20)")
-    parser.add_argument("--steps", type=int, default=10, help="that are measured (default: 10)")
-    parser.add_argument("--minutes", type=float, default=8, help="after which no other measurement begins (default: 8)")
+    parser.add_argument("--turns", type=int, default=5, help="of each way to train (default: 5)")
+    parser.add_argument("--steps", type=int, default=6, help="that are measured in a turn (default: 6)")
+    parser.add_argument("--traces", metavar="FOLDER", help="keep the Chrome traces of some steps")
+    parser.add_argument("--minutes", type=float, default=6, help="after which nothing more is begun (default: 6)")
     args = parser.parse_args()
     is_cuda = args.device == "cuda"
     tasks = TASKS if is_cuda else SMALL_TASKS
