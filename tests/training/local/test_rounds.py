@@ -1,6 +1,7 @@
 """Local steps have the numbers of a reference in one process: two ranks bit for bit, more within rounding."""
 
 import copy
+from unittest import mock
 
 import pytest
 
@@ -10,8 +11,11 @@ from training.needs import torch
 from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
+from torch.utils._python_dispatch import TorchDispatchMode
+
 import gradcast
 from gradcast.training.local import header
+from gradcast.training.local.rounds import Rounds
 from training.local.reference import Narrow, Reference, averaged, batch, differences, net, train
 
 FORMS = [("nesterov", 0), ("average", 0), ("nesterov", 4), ("average", 4), ("nesterov", None)]
@@ -360,13 +364,55 @@ def test_headers_are_exact_in_every_format(dtype):
     total = torch.zeros(ranks * header.DIGITS, dtype=dtype)
     for rank in range(ranks):
         own = torch.full_like(total, 7)
-        header.write(own, rank, step=2**33 - 5, ending=True, checksum=2**60 + 3 + 0 * rank)
+        header.write(own, rank, step=2**33 - 5, ending=True, checksum=torch.tensor(2**60 + 3))
         total += own
     header.check(total, 0)
-    header.write(own, 4, step=2**33 - 6, ending=False, checksum=3)
+    header.write(own, 4, step=2**33 - 6, ending=False, checksum=torch.tensor(3))
     total[4 * header.DIGITS :] = own[4 * header.DIGITS :]
     with pytest.raises(gradcast.Error, match=r"rank 0 is in handle.end_round\(\) after .* steps, rank 4 after"):
         header.check(total, 0)
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_headers_tell_each_bit_of_a_checksum(bit):
+    both = torch.zeros(2 * header.DIGITS)
+    for rank in range(2):
+        own = torch.zeros_like(both)
+        checksum = torch.tensor(0x0123456789ABCDEF ^ rank * (1 << bit if bit < 63 else -(1 << 63)))
+        header.write(own, rank, step=3, ending=False, checksum=checksum)
+        both += own
+    with pytest.raises(gradcast.Error, match="the global copy of rank 1 differs from rank 0's in fragment 0 after 3 s"):
+        header.check(both, 0)
+
+
+class CallsOfTorch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **kwargs or {})
+
+
+@on_ranks(2)
+def test_a_fragment_is_taken_without_a_look_at_a_value(rank):
+    """On a device the host would wait for all that it has been given."""
+    calls, take = CallsOfTorch(), Rounds._take
+
+    def watched(*args, **kwargs):
+        with calls:
+            take(*args, **kwargs)
+
+    module = net(0)
+    optimizer = sgd(module)
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(sync_every=2, outer_overlap=0))
+    with mock.patch.object(Rounds, "_take", watched):
+        for step in range(6):
+            train(module, optimizer, rank.index, step)
+    handle.detach()
+    assert "aten::sum" in calls.names
+    return calls.names & {"aten::_local_scalar_dense", "aten::item"}
 
 
 @pytest.mark.parametrize("overlap", [0, 2])

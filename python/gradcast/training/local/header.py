@@ -1,7 +1,7 @@
 """What travels with each fragment: how many steps each rank has made, and a checksum of its global copy.
 
-Every rank writes its own place and zeros elsewhere, so the sums are what each rank has written. Digits below 128 and
-their sums with zeros are exact in every wire format: bf16 has 8 bits of precision.
+Every rank writes its own place and zeros elsewhere, so the sums are what each rank has written. Digits of seven bits
+and their sums with zeros are exact in every wire format: bf16 has 8 bits of precision.
 """
 
 from collections.abc import Sequence
@@ -10,22 +10,26 @@ import torch
 
 from gradcast.errors import Error, refused
 
-_BASE = 128
+_DIGIT_BITS = 7
 _STEP_DIGITS, _SUM_DIGITS = 5, 7  # of twice the number of steps and whether the round is being ended
 DIGITS = _STEP_DIGITS + _SUM_DIGITS
-_SUM_LIMIT = _BASE**_SUM_DIGITS
+# An odd number, so that each bit of the checksum changes the leading bits of the product (Knuth, "Sorting and
+# Searching", 6.4: multiplicative hashing).
+_MIXER = 0x1E3779B97F4A7C15
 
 
-def write(header: torch.Tensor, rank: int, *, step: int, ending: bool, checksum: int) -> None:
-    """``header``: DIGITS elements for each rank, 1-d."""
+def write(header: torch.Tensor, rank: int, *, step: int, ending: bool, checksum: torch.Tensor) -> None:
+    """``header``: DIGITS elements for each rank, 1-d. ``checksum``: an int64. On a device the host does not wait."""
     header.zero_()
-    digits = [*_digits(2 * step + ending, _STEP_DIGITS), *_digits(checksum % _SUM_LIMIT, _SUM_DIGITS)]
-    header[rank * DIGITS : (rank + 1) * DIGITS] = torch.tensor(digits, dtype=header.dtype)
+    place = torch.full_like(checksum, 2 * step + ending)
+    mixed = (checksum * _MIXER) >> (64 - _SUM_DIGITS * _DIGIT_BITS)
+    digits = torch.cat([_digits(place, _STEP_DIGITS), _digits(mixed, _SUM_DIGITS)])
+    header[rank * DIGITS : (rank + 1) * DIGITS] = digits
 
 
 def check(header: torch.Tensor, fragment: int) -> None:
     """Raises Error on every rank unless all have sent the fragment after the same step and from the same global copy.
-    On a device the host waits for the header. REQUIRES: it has arrived."""
+    On a device the host waits for the current stream. REQUIRES: it has arrived."""
     rows = header.view(-1, DIGITS).tolist()
     steps = [_number(row[:_STEP_DIGITS]) for row in rows]
     for rank, other in enumerate(steps):
@@ -49,9 +53,11 @@ def _place(number: int) -> str:
     return f"in handle.end_round() after {step} steps" if ending else f"after {step} steps"
 
 
-def _digits(number: int, count: int) -> list[int]:
-    return [number // _BASE**position % _BASE for position in range(count)]
+def _digits(number: torch.Tensor, count: int) -> torch.Tensor:
+    """The last digits, the lowest first."""
+    shifts = torch.arange(0, count * _DIGIT_BITS, _DIGIT_BITS, device=number.device)
+    return (number >> shifts) & ((1 << _DIGIT_BITS) - 1)
 
 
 def _number(digits: Sequence[float]) -> int:
-    return sum(round(digit) * _BASE**position for position, digit in enumerate(digits))
+    return sum(round(digit) << position * _DIGIT_BITS for position, digit in enumerate(digits))

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from gradcast import _core
 from gradcast.errors import Error, refused
 from gradcast.local_pace import FIRST
@@ -40,6 +42,8 @@ class Travel:
         self._first = -1
         self._follow(0)
         fragments.hold_views()
+        device = fragments.header(0).device
+        self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _follow(self, first: int) -> None:
         """From the next iteration on, fragments travel in their order, beginning with this one."""
@@ -79,7 +83,14 @@ class Travel:
             self.exchange.ready(index)
 
     def wait(self, fragment: int) -> None:
-        self.exchange.wait(self._fragments.indices[fragment])
+        """Waits for the fragment, and raises if the ranks disagree. On a device the host waits until it has arrived,
+        and not for what the current stream has been given since."""
+        indices, here = self._fragments.indices[fragment], self._fragments.header(fragment)
+        with torch.cuda.stream(self._reading):
+            self.exchange.wait(indices)
+            header.check(here, fragment)
+        if self._reading is not None:
+            self.exchange.wait(indices)
 
 
 class Rounds:
@@ -206,7 +217,6 @@ class Rounds:
         start_ns = time.perf_counter_ns()
         self._travel.wait(fragment)
         self.waited_ns += time.perf_counter_ns() - start_ns
-        header.check(self._fragments.header(fragment), fragment)
         self._taken[fragment] = True
 
     def _apply_all(self, local_share: float) -> None:
@@ -295,5 +305,5 @@ class Rounds:
 
     def fingerprint(self) -> tuple[int, ...]:
         """Equal on two ranks whose rounds can go on together."""
-        sums = [self._fragments.checksum(fragment) for fragment in range(len(self.schedule.fragments))]
+        sums = [int(self._fragments.checksum(fragment)) for fragment in range(len(self.schedule.fragments))]
         return (self.schedule.every, self.clock, self.steps, *self._taken, *sums)

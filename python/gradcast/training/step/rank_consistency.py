@@ -82,8 +82,9 @@ class RankConsistency:
         total = 0
         for lo, hi in block.ranges:
             whole = lo + (hi - lo) // 8 * 8
-            # The plain sum of the words would not notice two that have changed places.
+            # The plain sum of the words would not notice two that have changed places, and one with even weights would
+            # not notice a word's highest bit.
             words = flat[lo:whole].clone().view(torch.int64)
-            weights = torch.arange(1, words.numel() + 1, device=words.device)
+            weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
             total += int((words * weights).sum()) + int(flat[whole:hi].sum())
         return total % (1 << 64)
