@@ -88,3 +88,10 @@ def test_a_batch_size_is_found_by_trainings_that_are_out_of_memory(told, way):
 def test_training_goes_on_from_a_snapshot_with_the_bits_of_one_that_was_not_interrupted(told, mode, step):
     assert told.digests(f"interrupted in {mode} mode") == told.digests("plain stock")
     assert [rank["found"] for rank in told[f"interrupted in {mode} mode"]] == [f"step-{step}/trainer"] * 2
+
+
+@pytest.mark.parametrize("way", ["hook", "overlap"])
+def test_another_trainer_goes_on_with_the_model_of_one_that_is_kept(told, way):
+    assert len(told.digests("in stages stock")) == 1
+    assert told.digests(f"in stages {way}") == told.digests("in stages stock")
+    assert [rank["mode"] for rank in told[f"in stages {way}"]] == [way] * 2

@@ -108,8 +108,20 @@ def interrupted(watch: Watch, *, overlap: bool, step: int) -> GPT2LMHeadModel:
         return fit(watch, folder, attach, resume="snapshot", **more)
 
 
-def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=False, **arguments) -> GPT2LMHeadModel:
-    model = watch.of(make_model())
+def in_stages(watch: Watch, *, attach=None) -> GPT2LMHeadModel:
+    """Two Trainers of one model, of which the first, with its DDP module, is kept while the second trains."""
+    model, trainers = make_model(), []
+    for transformer_learns in (False, True):
+        model.transformer.h.requires_grad_(transformer_learns)
+        with tempfile.TemporaryDirectory() as folder:
+            fit(watch, folder, attach, model=model, keep=trainers, save_strategy="no", max_grad_norm=0.0)
+    return model
+
+
+def fit(
+    watch: Watch, folder: str, attach, resume: str | None = None, fails=False, model=None, keep=None, **arguments
+) -> GPT2LMHeadModel:
+    model = watch.of(model or make_model())
     texts = torch.randint(32, (64, 16), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
     settings = TrainingArguments(
@@ -135,6 +147,8 @@ def fit(watch: Watch, folder: str, attach, resume: str | None = None, fails=Fals
         resume = callback.checkpoint()
         watch.notes["found"] = "/".join(Path(resume).parts[-2:])
     trainer.train(resume_from_checkpoint=resume)
+    if keep is not None:
+        keep.append(trainer)
     if attach is not None:
         watch.end(callback.handle)
         assert "_get_grad_norm" not in vars(trainer)
@@ -176,6 +190,9 @@ CASES = (
         "disagreeing": disagreeing,
         "resumed stock": resumed,
         "resumed overlap": functools.partial(resumed, attach=WAYS["overlap"]),
+        "in stages stock": in_stages,
+        "in stages hook": functools.partial(in_stages, attach=WAYS["hook"]),
+        "in stages overlap": functools.partial(in_stages, attach=WAYS["overlap"]),
         "interrupted in overlap mode": functools.partial(interrupted, overlap=True, step=7),
         "interrupted in hook mode": functools.partial(interrupted, overlap=False, step=5),
         "norm in any case": functools.partial(train, attach=PlainAttach, **UNCLIPPED),

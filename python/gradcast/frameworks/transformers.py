@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -15,7 +17,12 @@ from gradcast.frameworks.accelerate import CLIP_CALLS, take_over
 from gradcast.frameworks.clipping import ClipCalls, give_back, tell_scaler, with_clipping
 from gradcast.frameworks.snapshots import FrameworkSnapshots, LoopState
 from gradcast.snapshots.whole import Whole
+from gradcast.training.acceptance import the_ddp
+from gradcast.training.attach import attach_inside
 from gradcast.training.attached_modules import detach_left
+
+# A Trainer keeps its DDP module when its training has ended, also while another Trainer trains the same model.
+_trained_before: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
 class AttachCallback(TrainerCallback):
@@ -56,7 +63,11 @@ class AttachCallback(TrainerCallback):
         self._give_back()
         detach_left(self.trainer.model_wrapped)
         options = self._options(args) if self.overlap else self.options
-        self.handle = gradcast.attach(self.trainer.model_wrapped, optimizer, options=options)
+        ddp = the_ddp(self.trainer.model_wrapped)
+        idle = [each for each in _trained_before if each is not ddp]
+        self.handle = attach_inside(idle, self.trainer.model_wrapped, optimizer, None, options)
+        if ddp is not None:
+            _trained_before.add(ddp)
         if self.overlap:
             take_over(self.trainer.accelerator, ClipCalls(self.handle, options))
         # WORKAROUND(transformers 5.23, Trainer._get_grad_norm): even without clipping, the Trainer computes the norm of

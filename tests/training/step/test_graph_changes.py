@@ -10,7 +10,7 @@ import pytest
 
 import gradcast
 from gradcast.training import attachment
-from training import compare
+from training import compare, sides
 from training.attached import error_of, not_refused
 from training.models import Branches
 from training.needs import torch
@@ -132,6 +132,29 @@ def test_parts_that_are_frozen_by_turns_are_measured_once(rank, mode):
             sessions.append(id(twins.handle._session))
     assert sessions[0] != sessions[1] == sessions[2] == sessions[3]
     return twins.differences()
+
+
+def thaws_inside_ddp(side):
+    module = sides.net()
+    module[2].requires_grad_(False)
+    optimizer = torch.optim.Adam(module.parameters())
+    called = sides.DDP(module)
+    side.attach(called, optimizer)
+    for number in range(12):
+        if number == 6:
+            module[2].requires_grad_(True)
+            if side.name == "ddp":
+                called = sides.DDP(module)
+        optimizer.zero_grad()
+        called(side.batch(number)).square().sum().backward()
+        optimizer.step()
+    return side.result(module, optimizer)
+
+
+@on_ranks(2)
+def test_what_thaws_inside_ddp_is_averaged(rank, mode):
+    """As by a DDP module that is made then. One that was made before leaves it to each rank."""
+    return sides.differences(rank, thaws_inside_ddp, mode)
 
 
 class Other(nn.Module):
