@@ -15,6 +15,9 @@ from training.test_copies import hooks_of, not_ordinary
 from training.threads import threads_named
 from training.twins import Twins
 
+pytest.importorskip("training.needs")
+from gradcast.training.ranks import dropped
+
 
 @pytest.mark.parametrize("wrap", [False, True])
 @on_ranks(2)
@@ -88,6 +91,7 @@ def test_a_forgotten_module_takes_its_thread_along(rank, flushes):
     assert len(threads_named("gradcast")) == others + 1
     del twins
     gc.collect()
+    dropped.end_all(10.0)
     return threads_named("gradcast")[others:]
 
 

@@ -15,7 +15,7 @@ from gradcast.errors import Error, refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import preflight
 from gradcast.training.acceptance import accept, unwrapped_optimizer
-from gradcast.training.attached_modules import attached_modules, attached_to
+from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
 from gradcast.training.attachment import Attachment
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
@@ -66,6 +66,7 @@ def attach_inside(
     detached, nobody calls them, so they reduce nothing."""
     options = options or Options()
     make_log_visible()
+    collect_dropped()
     disabled = is_disabled()
     listed = isinstance(optimizer, list | tuple)
     given = list(optimizer) if listed else [] if optimizer is None else [optimizer]

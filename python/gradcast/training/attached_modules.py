@@ -1,6 +1,7 @@
 """The modules that gradcast is attached to, and the ways in which it leaves them."""
 
 import atexit
+import gc
 import sys
 import weakref
 
@@ -32,6 +33,15 @@ def detach(attached: Attached, wait_s: float | None = None) -> None:
         attached.callbacks.remove_all()
 
 
+def collect_dropped() -> None:
+    """Frees models that the program has dropped without detach(), which only the garbage collector finds: a session and
+    its module refer to each other."""
+    if any(
+        attached is not None and not attached.released for attached in [each() for each in attached_modules.values()]
+    ):
+        gc.collect()
+
+
 def detach_left(module: nn.Module) -> None:
     """Detaches what a training that ended with an error has left on the module. Collective, as the error was."""
     attached = attached_to(module)
@@ -47,11 +57,11 @@ def attached_to(module: nn.Module) -> Attached | None:
 
 def close_at_exit(attached: Attached) -> None:
     """Closes the session when the interpreter exits, if it is still attached then."""
-    reference = weakref.ref(attached)
 
     def close() -> None:
         attached = reference()
         if attached is not None:
             attached.session.close_at_exit(failed=getattr(sys, "last_value", None) is not None)
 
+    reference = weakref.ref(attached, lambda _: atexit.unregister(close))
     atexit.register(close)

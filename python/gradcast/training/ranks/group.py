@@ -15,6 +15,7 @@ import os
 import pickle
 import re
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -25,13 +26,14 @@ from gradcast import _core
 from gradcast.errors import Error, refused
 from gradcast.host_traffic import Hosts
 from gradcast.training.compat import extension
-from gradcast.training.ranks import group_pool
+from gradcast.training.ranks import dropped, group_pool
 from gradcast.training.ranks.store_gather import StoreGather
 
 T = TypeVar("T")
 _log = logging.getLogger("gradcast")
 _ONE_HOST = Hosts((0,))  # of a single worker
 # NCCL's words in 2.28, and in 2.30.
+_DROPPED_WITHIN_S = 5.0  # how long attach waits for blocks of models that the program has dropped
 _SAME_GPU = re.compile("Duplicate GPU|using the same GPU")
 
 
@@ -62,6 +64,8 @@ class Group:
     device: torch.device | None = None
     hosts: Hosts = _ONE_HOST  # attach sets those of several ranks
     store: StoreGather | None = None
+    # Frees ``own`` if the program drops this object without leave(); attach makes it.
+    dropped: "weakref.finalize[..., Group] | None" = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""
@@ -161,14 +165,20 @@ class Group:
         again.
         """
         own, self.own = self.own, None
+        if self.dropped is not None:
+            self.dropped.detach()
         if own is not None:
             group_pool.leave(own, reusable=reusable)
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:
         """Around an operation of ``own``. ``what``: for errors."""
-        with on_device(self.device), naming(what, self.rank, self.world_size):
-            yield
+        try:
+            with on_device(self.device), naming(what, self.rank, self.world_size):
+                yield
+        except BaseException:
+            group_pool.on_failure(self.own)
+            raise
 
 
 def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
@@ -219,9 +229,10 @@ def make_group(
     """The ranks of ``process_group`` with a group of gradcast's own. Collective.
 
     ``process_group``: None for the default group, or for a single worker if torch.distributed is not initialized.
-    ``timeout_s``: None for the process group's. ``reuses``: takes a group that was left, if every rank has it; the same
-    on every rank. ``max_ctas``: the most thread blocks of a kernel of NCCL, None for its own choice. Raises Error if
-    this process is not in the group, or if the network fails.
+    ``timeout_s``: None for the process group's. ``reuses``: takes a group that was left or dropped, if every rank has
+    it, and lets the next one take it if this one is dropped; the same on every rank. ``max_ctas``: the most thread
+    blocks of a kernel of NCCL, None for its own choice. Raises Error if this process is not in the group, or if the
+    network fails.
     """
     if not dist.is_available() or not dist.is_initialized():
         return _without_group(process_group)
@@ -238,6 +249,9 @@ def make_group(
     if own is None:
         own = group_pool.new_group(key)
     group = Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
+    if reuses:
+        group.dropped = weakref.finalize(group, group_pool.on_dropped, group_pool.find(own))
+        group.dropped.atexit = False
     if device.type == "cuda":
         group.connect()
     # Stores outlive groups, and groups of the same name follow each other.
@@ -247,15 +261,16 @@ def make_group(
 
 
 def _left(key: group_pool.Key, shared: Any, rank: int, world_size: int) -> Any:
-    """A process group that was left and that every rank still has, or None. Collective."""
-    found = group_pool.idle_group(key)
-    name = None if found is None else found.process_group.group_name
+    """The last process group that nobody uses on any rank, or None. Collective."""
+    dropped.end_all(_DROPPED_WITHIN_S)
+    idle = {each.state: each for each in group_pool.idle_groups(key)}
     with on_device(key.device), naming("looking for a process group to use again", rank, world_size):
-        names = gather(shared, name, key.device)
-    if found is None or any(each != name for each in names):
+        offers = gather(shared, list(idle), key.device)
+    state = next((each for each in reversed(offers[0]) if all(each in others for others in offers)), None)
+    if state is None:
         return None
-    found.idle = False
-    return found.process_group
+    idle[state].idle = False
+    return idle[state].process_group
 
 
 def shared_group(process_group: Any) -> Any:

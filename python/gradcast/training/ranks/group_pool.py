@@ -1,5 +1,5 @@
-"""The process groups that gradcast has made: an attach uses again what an earlier one has left, and at the end of the
-program all are destroyed (docs/internals/shutdown.md).
+"""The process groups that gradcast has made: an attach uses again what an earlier one has left, or what the program has
+dropped without detach(), and at the end of the program all are destroyed (docs/internals/shutdown.md).
 
 Do not destroy one earlier: torch gives the name of a destroyed group to a new one, and Gloo confuses them. A group that
 has failed is forgotten instead: destroying it would wait for ranks that may have died; the transport has aborted it.
@@ -32,17 +32,25 @@ class OwnGroup:
     process_group: Any
     key: Key | None  # None: only one part of the program uses it
     idle: bool = False
+    has_failed: bool = False  # an operation of this rank has, so messages may be on their way that nobody awaits
     process: int = dataclasses.field(default_factory=os.getpid)
+
+    @property
+    def state(self) -> tuple[str, int]:
+        """Its name and how many operations this rank has begun. Equal on all ranks, where it is idle and nothing has
+        failed: nothing is on its way in it."""
+        backends = (self.process_group._get_backend(each) for each in self.process_group._device_types)
+        return self.process_group.group_name, sum(each._get_sequence_number_for_group() for each in backends)
 
 
 # In the order in which they were made.
 _own_groups: list[OwnGroup] = []
 
 
-def idle_group(key: Key) -> OwnGroup | None:
-    """The last group with this key that was left, or None. Whoever uses it sets ``idle``."""
+def idle_groups(key: Key) -> list[OwnGroup]:
+    """Those with this key that nobody uses and in which nothing has failed. Whoever uses one sets ``idle``."""
     _drop_destroyed()
-    return next((each for each in reversed(_own_groups) if each.idle and each.key == key), None)
+    return [each for each in _own_groups if each.idle and not each.has_failed and each.key == key]
 
 
 def _drop_destroyed() -> None:
@@ -52,11 +60,27 @@ def _drop_destroyed() -> None:
 
 def leave(process_group: Any, *, reusable: bool) -> None:
     """Nobody uses this group any more. ``reusable``: nothing in it has failed. Does nothing for other groups."""
-    made = next((each for each in _own_groups if each.process_group is process_group), None)
-    if made is not None and reusable:
+    made = find(process_group)
+    if made is not None and reusable and not made.has_failed:
         made.idle = True
     elif made is not None:
         _own_groups.remove(made)
+
+
+def on_dropped(made: OwnGroup) -> None:
+    """Its user was garbage-collected, perhaps on another thread in the middle of any function here."""
+    made.idle = True
+
+
+def on_failure(process_group: Any) -> None:
+    """An operation of this group has failed. Does nothing for other groups."""
+    made = find(process_group)
+    if made is not None:
+        made.has_failed = True
+
+
+def find(process_group: Any) -> OwnGroup | None:
+    return next((each for each in _own_groups if each.process_group is process_group), None)
 
 
 def new_group(key: Key) -> Any:
@@ -123,5 +147,7 @@ def _end_all() -> None:
     """Destroys the groups: their threads must end before Python does. A forked child does not have these threads."""
     while _own_groups and _own_groups[-1].process == os.getpid():
         made = _own_groups.pop()
+        if made.has_failed:
+            continue
         with contextlib.suppress(Exception):  # the program or a peer may have destroyed it
             dist.destroy_process_group(made.process_group)

@@ -22,6 +22,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training.options import Options
+from gradcast.training.ranks.dropped import EngineUse
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.status_server import ask, start_status_server
 
@@ -50,11 +51,12 @@ class StallWatchdog:
         self._server, self._address = start_status_server(group)
         self._failure: Error | None = None
         self._waiting: _Wait | None = None
-        self._closed = threading.Event()
+        self._use = EngineUse(engine, group)
         # A strong reference would keep this object, and so the session, alive.
-        arguments = (weakref.ref(self), self._closed)
-        self._thread = threading.Thread(target=_watch, args=arguments, name="gradcast-watchdog", daemon=True)
-        self._thread.start()
+        arguments = (weakref.ref(self), self._use)
+        self._use.thread = threading.Thread(target=_watch, args=arguments, name="gradcast-watchdog", daemon=True)
+        self._use.begin(self)
+        self._use.thread.start()
 
     @contextlib.contextmanager
     def waiting(self, what: str | None = None) -> Iterator[None]:
@@ -75,11 +77,11 @@ class StallWatchdog:
 
     def close(self) -> None:
         """Idempotent."""
-        self._closed.set()
+        self._use.close()
         if self._server is not None:
             self._server.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join()  # takes at most as long as it listens to the others
+        if self._use.thread is not threading.current_thread():
+            self._use.thread.join()  # takes at most as long as it listens to the others
 
     def check(self) -> float:
         """Reports a wait that has become long, once. Returns in how many seconds to check again."""
@@ -210,12 +212,13 @@ class _Wait:
     is_reported: bool = False
 
 
-def _watch(watchdog: "weakref.ref[StallWatchdog]", closed: threading.Event) -> None:
+def _watch(watchdog: "weakref.ref[StallWatchdog]", use: EngineUse) -> None:
     """The watchdog's thread. It does not keep the watchdog alive."""
     pause_s = 0.0
-    while not closed.wait(pause_s):
+    while (is_dropped := use.await_end(pause_s)) is None:
         watched = watchdog()
-        if watched is None:
-            return
-        pause_s = watched.check()
+        if watched is not None:
+            pause_s = watched.check()
         del watched
+    if is_dropped:
+        use.end()
