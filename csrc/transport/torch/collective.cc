@@ -1,5 +1,6 @@
 #include "transport/torch/collective.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
@@ -16,6 +17,9 @@
 namespace gradcast {
 
 namespace {
+
+// One number, and DDP's first and other buckets, which blocks resemble.
+constexpr int64_t kFirstBytes[] = {sizeof(float), 1 << 20, 25 << 20};
 
 using Work = c10::intrusive_ptr<c10d::Work>;
 
@@ -156,6 +160,25 @@ Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const Rang
   at::Tensor sums = at::empty_like(sent);
   Work work = gather(group, sums, sum);
   return {std::move(work), [views, size, sums] { views.write(0, size, sums); }, {sum}};
+}
+
+c10::intrusive_ptr<c10d::Work> all_gather_flat(c10d::ProcessGroup& group, at::Tensor& everyone, at::Tensor& own) {
+  return gather(group, everyone, own);
+}
+
+void connect(c10d::ProcessGroup& group, at::Device device, bool each_to_each) {
+  const at::NoGradGuard no_grad;
+  for (const int64_t size_bytes : kFirstBytes) {
+    const std::vector<Range> whole = {{0, size_bytes}};
+    const int64_t count = size_bytes / static_cast<int64_t>(sizeof(float));
+    const RangeViews views(at::zeros({count}, at::TensorOptions(at::kFloat).device(device)), whole);
+    if (each_to_each) {
+      start_wire_all_reduce_on_stream(group, views, at::kBFloat16).work->wait();
+    } else {
+      for (const Op op : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather})
+        start_collective(group, op, views).work->wait();
+    }
+  }
 }
 
 }  // namespace gradcast

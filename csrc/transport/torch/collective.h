@@ -36,4 +36,13 @@ Collective start_collective(c10d::ProcessGroup& group, Op op, const RangeViews& 
 // wait, not the host.
 Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const RangeViews& views, c10::ScalarType wire);
 
+// Every rank's `own`, in rank order, into `everyone`, which has room for that.
+c10::intrusive_ptr<c10d::Work> all_gather_flat(c10d::ProcessGroup& group, at::Tensor& everyone, at::Tensor& own);
+
+// Carries out what blocks on this device are carried out with, so that nothing is connected in the first steps: NCCL
+// connects the ranks for each kind of operation, and for each algorithm, when it takes it first, and the number of bytes
+// decides which it takes. `each_to_each`: what a narrow wire takes; otherwise what whole numbers take. Collective;
+// REQUIRES: nothing else of the group is in flight.
+void connect(c10d::ProcessGroup& group, at::Device device, bool each_to_each);
+
 }  // namespace gradcast

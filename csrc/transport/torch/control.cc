@@ -11,6 +11,8 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/torch/collective.h"
+
 namespace gradcast {
 
 namespace {
@@ -183,23 +185,29 @@ void receive(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, doub
   group.recv(message, peer, kTag)->wait(milliseconds(timeout_s));
 }
 
-Numbers::Numbers(c10d::ProcessGroup& group, double own, at::Device device) : everyone_(1) {
+Numbers::Numbers(int world_size, at::Device device) {
   if (!device.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
   const at::NoGradGuard no_grad;
   const c10::OptionalStreamGuard guard(stream_);
-  std::vector<at::Tensor> message = {at::empty({1}, at::kDouble).fill_(own).to(device)};
-  for (int rank = 0; rank < group.getSize(); ++rank)
-    everyone_[0].push_back(at::empty_like(message[0]));
-  work_ = group.allgather(everyone_, message);
+  const auto options = at::TensorOptions(at::kDouble);
+  own_ = at::empty({1}, options.device(device));
+  everyone_ = at::empty({world_size}, options.device(device));
+  on_host_ = device.is_cpu() ? everyone_ : at::empty({world_size}, options.pinned_memory(true));
+}
+
+void Numbers::begin(c10d::ProcessGroup& group, double own) {
+  const at::NoGradGuard no_grad;
+  const c10::OptionalStreamGuard guard(stream_);
+  own_.fill_(own);
+  work_ = all_gather_flat(group, everyone_, own_);
 }
 
 std::vector<double> Numbers::wait() {
   const c10::OptionalStreamGuard guard(stream_);
   work_->wait();
-  std::vector<double> numbers;
-  for (const at::Tensor& each : everyone_[0])
-    numbers.push_back(each.item<double>());
-  return numbers;
+  if (stream_) on_host_.copy_(everyone_);  // waits
+  const auto* numbers = on_host_.const_data_ptr<double>();
+  return {numbers, numbers + on_host_.numel()};
 }
 
 at::Tensor lend(const at::Tensor& tensor) {

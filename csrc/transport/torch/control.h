@@ -39,19 +39,22 @@ void all_reduce(c10d::ProcessGroup& group, const at::Tensor& tensor);
 void send(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s);
 void receive(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s);
 
-// One number of each rank. It travels beside blocks that are started after it: the constructor does not wait.
+// One number of each rank, again and again. It travels beside blocks that are started after it: `begin` does not wait.
 //
 // On a device it has a stream of its own, so that waiting for it does not wait for what computes. NOT YET RUN ON A GPU.
 class Numbers {
  public:
-  // `device`: one that the group has a backend for. REQUIRES: nothing else of the group is in flight.
-  Numbers(c10d::ProcessGroup& group, double own, at::Device device);
+  // `device`: one that the group has a backend for.
+  Numbers(int world_size, at::Device device);
+  // Sends this rank's. REQUIRES: nothing else of the group is in flight, and the last ones were waited for.
+  void begin(c10d::ProcessGroup& group, double own);
   // In rank order. Throws what the backend throws.
   std::vector<double> wait();
 
  private:
   std::optional<c10::Stream> stream_;
-  std::vector<std::vector<at::Tensor>> everyone_;
+  at::Tensor own_, everyone_;
+  at::Tensor on_host_;  // pinned where `everyone_` is on a device, else the same
   c10::intrusive_ptr<c10d::Work> work_;
 };
 

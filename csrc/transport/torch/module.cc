@@ -195,13 +195,16 @@ PYBIND11_MODULE(_c10d, module) {
   module.def("gather", &gradcast::gather_bytes, py::arg("process_group"), py::arg("own"), py::arg("device"),
              "Every rank's bytes, in rank order. Collective.");
   py::class_<gradcast::Numbers>(module, "Numbers", "A number of each rank, under way beside blocks.")
-      .def(py::init<c10d::ProcessGroup&, double, at::Device>(), py::arg("process_group"), py::arg("own"),
-           py::arg("device"), py::keep_alive<1, 2>(), WithoutGil(), "Sends this rank's. Collective.")
+      .def(py::init<int, at::Device>(), py::arg("world_size"), py::arg("device"), WithoutGil())
+      .def("begin", &gradcast::Numbers::begin, py::arg("process_group"), py::arg("own"), WithoutGil(),
+           "Sends this rank's. Collective.")
       .def("wait", &gradcast::Numbers::wait, WithoutGil(), "All of them, in rank order.");
   module.def("from_first", &gradcast::bytes_from_first, py::arg("process_group"), py::arg("own"), py::arg("device"),
              "Rank 0's bytes. Collective.");
   module.def("copy_from_first", &gradcast::copy_from_first, py::arg("process_group"), py::arg("tensors"), WithoutGil(),
              "Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective.");
+  module.def("connect", &gradcast::connect, py::arg("process_group"), py::arg("device"), py::arg("each_to_each"),
+             WithoutGil(), "Carries out what blocks on this device are carried out with. Collective.");
   module.def("all_reduce", &gradcast::all_reduce, py::arg("process_group"), py::arg("tensor"), WithoutGil(),
              "Sums a contiguous tensor over the ranks, in place. Collective.");
   module.def("send", &gradcast::send, py::arg("process_group"), py::arg("tensor"), py::arg("peer"),

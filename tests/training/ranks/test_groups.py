@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -16,6 +17,10 @@ from training.pool import on_ranks
 from training.sides import differences
 
 pytest.importorskip("training.needs")
+import torch.testing._internal.distributed.fake_pg  # registers the group
+
+from gradcast.training import preflight
+from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension
 from gradcast.training.ranks import group, group_pool
 
@@ -111,26 +116,71 @@ def test_options_for_nccl_are_ignored_with_a_sentence_elsewhere(rank):
     assert [each for each in lines if "NCCL" in each] == (told if rank.index == 0 else [])
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@on_ranks(2)
-def test_devices_are_connected_when_gradcast_is_attached(rank, fails):
-    """Not in the first backward pass: what NCCL refuses is heard at once. Without a device: what make_group sends over
-    the new group, where the module is on one."""
-    device = torch.device("cuda", 1)
-    failure = dist.DistBackendError(BAD_NEWS) if fails else None
+@contextlib.contextmanager
+def as_on_a_device(connect):
+    """As if the module were on a device, and the program's group had NCCL for it. ``connect``: the extension's."""
+    module_of_attach = sys.modules["gradcast.training.attach"]
+
     with (
-        mock.patch.object(group, "_timeout_of", return_value=None),
+        mock.patch.object(Accepted, "device", torch.device("cuda", 1)),
+        mock.patch.object(module_of_attach, "backend_of", return_value="nccl"),
+        mock.patch.object(module_of_attach, "require_backend"),
+        mock.patch.object(module_of_attach, "on_device", contextlib.nullcontext),
+        mock.patch.object(preflight, "backend_of", return_value="nccl"),
+        mock.patch.object(group, "_timeout_of", return_value=TIMEOUT),
         mock.patch.object(group, "on_device", contextlib.nullcontext),
-        mock.patch.object(torch, "zeros", return_value="one number") as zeros,
-        mock.patch.object(extension.load(), "all_reduce", side_effect=failure) as all_reduce,
+        mock.patch.object(extension.load(), "connect", connect),
     ):
-        if fails:
-            words = "connecting the ranks' devices failed on rank"
-            return not_refused(lambda: group.make_group(None, device, None), words, code="communication")
-        made = group.make_group(None, device, None)
-    zeros.assert_called_once_with(1, device=device)
-    all_reduce.assert_called_once_with(made.own, "one number")
-    return []
+        yield
+
+
+@pytest.mark.parametrize(
+    ("wire", "fails_for", "words"),
+    [
+        ("bf16", {"each_to_each": False}, "connecting the ranks' devices failed on rank"),
+        ("fp16", {"each_to_each": True}, "connecting each rank's device with each other failed on rank"),
+    ],
+)
+@on_ranks(2)
+def test_devices_are_connected_when_gradcast_is_attached(rank, wire, fails_for, words):
+    """Not in the first backward pass: what NCCL refuses is heard at once. Without a device: what attach calls where the
+    module is on one."""
+    calls = []
+
+    def connect(process_group, device, **what):
+        calls.append((process_group is dist.group.WORLD, device, what))
+        if what == fails_for:
+            raise dist.DistBackendError(BAD_NEWS)
+
+    with as_on_a_device(connect):
+        found = not_refused(lambda: attach(nn.Linear(3, 3), None, "hook", wire=wire), words, code="communication")
+    last = fails_for["each_to_each"]
+    expected = [(False, torch.device("cuda", 1), {"each_to_each": each}) for each in (False, True)[: 1 + last]]
+    return found + ([] if calls == expected else [calls])
+
+
+def operations_of(call):
+    """Those on process groups, with the elements of what they write."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        call()
+    events = [each for each in profile.events() if each.name.startswith("c10d::")]
+    return [(each.name, *(each.input_shapes[0] or ())) for each in events]
+
+
+@on_ranks(3)
+def test_what_blocks_are_carried_out_with_is_carried_out_to_connect(rank):
+    """Small and large: NCCL connects for each kind of operation and each algorithm. Over a group that sends nothing."""
+    made = group.make_group(None, torch.device("cpu"), None)
+    made.own = dist.new_group(backend="fake")
+    whole, parts = (3, 262146, 6553602), (1, 87382, 2184534)  # of 4 bytes, for 1 number, 1 MiB and 25 MiB
+    plain = [
+        each
+        for all_, part in zip(whole, parts, strict=True)
+        for each in [("c10d::allreduce_",), ("c10d::_reduce_scatter_base_", part), ("c10d::_allgather_base_", all_)]
+    ]
+    narrow = [(f"c10d::{name}", all_) for all_ in whole for name in ("alltoall_base_", "_allgather_base_")]
+    found = operations_of(made.connect), operations_of(made.connect_each_to_each)
+    return [] if found == (plain, narrow) else [found]
 
 
 @on_ranks(3)
@@ -178,19 +228,6 @@ def test_what_nccl_refuses_is_told_in_a_sentence(rank, words, code, told):
     """Where the first operation of the trainer's group fails."""
     with mock.patch.object(extension.load(), "gather", side_effect=dist.DistBackendError(words)):
         return not_refused(lambda: gradcast.attach(nn.Linear(3, 3)), told, code=code)
-
-
-@on_ranks(3)
-def test_each_rank_is_connected_with_each_other_where_a_narrow_wire_needs_it(rank):
-    """Without a device: what attach calls where the module is on one, and what that sends, over Gloo."""
-    made = group.make_group(None, torch.device("cpu"), None)
-    with (
-        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all,
-        mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as all_gather,
-    ):
-        made.connect_each_to_each()
-    assert all_to_all.call_args.kwargs["group"] is made.own
-    assert all_gather.call_args.kwargs["group"] is made.own
 
 
 @on_ranks(2)

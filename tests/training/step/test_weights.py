@@ -4,11 +4,12 @@ import contextlib
 import copy
 import itertools
 import math
+from unittest import mock
 
 import pytest
 
 from training import compare
-from training.attached import attach, not_refused
+from training.attached import Attached, attach, not_refused
 from training.models import Branches, ConvNet
 from training.needs import torch
 from training.pool import on_ranks
@@ -16,6 +17,7 @@ from training.step.test_graph_changes import USES
 from training.twins import Twins
 
 pytest.importorskip("training.needs")
+from gradcast.training.compat import extension
 from gradcast.training.step import weights
 
 nn = torch.nn
@@ -351,3 +353,24 @@ def test_a_single_worker():
 def test_the_mean_of_equal_weights_is_that_weight():
     assert weights._mean([0.1] * 3) == 0.1
     assert weights._mean([2.0**53, 1.0, 1.0, 2.0]) == (2**53 + 4) / 4
+
+
+@on_ranks(2)
+def test_weights_travel_as_one_tensor_and_one_stream_serves_all_steps(rank, mode):
+    """On a device a tensor per rank, and reading each, would cost the host time in each step; see also control.cc."""
+    attached = Attached(nn.Linear(3, 3), mode)
+    numbers = extension.load().Numbers
+
+    def step():
+        with attached.handle.weight(2 + rank.index):
+            attached.step(torch.ones(2, 3))
+        attached.handle.flush()
+
+    with mock.patch.object(extension.load(), "Numbers", side_effect=numbers) as made:
+        for _ in range(5):
+            step()
+        with torch.profiler.profile() as profile:
+            step()
+    attached.handle.detach()
+    gathers = [each.name for each in profile.events() if "gather" in each.name and each.name.startswith("c10d::")]
+    return [] if (made.call_count, gathers) == (1, ["c10d::_allgather_base_"]) else [made.call_count, gathers]

@@ -135,19 +135,16 @@ class Group:
             extension.load().copy_from_first(self.own, list(tensors))
 
     def connect(self) -> None:
-        """Makes NCCL connect the devices now, so that errors are raised here. Otherwise it connects them at the first
-        block, since with "cpu:gloo,cuda:nccl" the ranks' agreements go over Gloo. Collective."""
+        """Makes NCCL connect the devices now, so that errors are raised here, and no rank connects anything in
+        training. Otherwise it connects them at the first block, since with "cpu:gloo,cuda:nccl" the ranks' agreements
+        go over Gloo. Collective."""
         with self.naming("connecting the ranks' devices"):
-            extension.load().all_reduce(self.own, torch.zeros(1, device=self.device))
+            extension.load().connect(self.own, self.device, each_to_each=False)
 
     def connect_each_to_each(self) -> None:
-        """Makes NCCL connect each rank with each other now, for the all-to-all of a narrow wire, and for the all-gather
-        behind it. Collective."""
+        """As ``connect``, for the all-to-all of a narrow wire. Collective."""
         with self.naming("connecting each rank's device with each other"):
-            sent = torch.zeros(self.world_size, device=self.device)
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self.own)
-            dist.all_gather_into_tensor(received, sent[:1], group=self.own)
+            extension.load().connect(self.own, self.device, each_to_each=True)
 
     def info(self, message: str, *arguments: Any) -> None:
         """Logs on rank 0 only, as ``warning`` does."""

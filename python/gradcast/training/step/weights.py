@@ -85,7 +85,8 @@ class StepWeights:
         self._buffers, self._exchange, self._group = exchange.buffers, exchange, group
         self._waits = exchange.wire in ("fp16", "int8") or torch.float16 in exchange.buffers.dtypes
         self._reference: float | None = None
-        self._travelling: Any = None  # the weights of the open step
+        self._numbers: Any = None  # carries the weights
+        self._travelling = False  # those of the open step
         self._own = _LEFT_OUT
         self._factor = 1.0  # of the open step
         self._due: set[int] = set()  # parameters whose sums are not multiplied by it yet
@@ -105,8 +106,11 @@ class StepWeights:
         self._own = self.given.take()
         group = self._group
         with self._waiting():
-            device = device_of_messages(group.own, group.device)
-            self._travelling = extension.load().Numbers(group.own, self._own, device)
+            if self._numbers is None:
+                device = device_of_messages(group.own, group.device)
+                self._numbers = extension.load().Numbers(group.world_size, device)
+            self._numbers.begin(group.own, self._own)
+        self._travelling = True
         if self._waits or self._reference is None:
             self._reference = None
             self.receive()
@@ -117,10 +121,10 @@ class StepWeights:
 
     def receive(self) -> None:
         """Waits for the weights of the open step. Raises Error, on every rank, if they make no mean."""
-        if self._travelling is not None:
+        if self._travelling:
             with self._waiting():
-                weights = self._travelling.wait()
-            self._travelling = None
+                weights = self._numbers.wait()
+            self._travelling = False
             self._error = self._refusal(weights)
             self.last = None
             if self._error is None and weights[0] != _LEFT_OUT:
