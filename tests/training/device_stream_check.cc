@@ -157,9 +157,14 @@ class Checked {
   }
   // Kernels that use these bytes, on the stream that is current for the test; how far behind them is said by
   // `could_run`.
-  size_t use(c10::StreamId stream, int64_t lo, int64_t hi) {
+  size_t use(c10::StreamId stream, int64_t lo, int64_t hi) { return use_all(stream, {{lo, hi}}); }
+  // Of several ranges, by one call.
+  size_t use_all(c10::StreamId stream, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    std::vector<std::pair<int32_t, gradcast::Range>> places;
+    for (const auto& [lo, hi] : ranges)
+      places.push_back({0, {lo, hi}});
     const c10::StreamId before = std::exchange(current_stream, stream);
-    stream_.order_behind(0, {lo, hi});
+    stream_.order_behind(places);
     current_stream = before;
     return fake.end_of(stream).second;
   }
@@ -210,6 +215,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("start_elsewhere", &Checked::start_elsewhere)
       .def("queued", &Checked::queued)
       .def("use", &Checked::use)
+      .def("use_all", &Checked::use_all)
       .def("could_run", &Checked::could_run)
       .def("finish_end", &Checked::finish_end)
       .def("give_up", &Checked::give_up)

@@ -4,6 +4,7 @@
 //
 // Thread safety: any thread.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -64,15 +65,20 @@ class LateTransport final : public Transport, private CompletionSink {
   void abort(const char* reason) noexcept override { inner_.abort(reason); }  // what is started later ends by it, too
   void close() noexcept override { inner_.close(); }
 
-  // Returns when nothing that has been started carries any of these bytes any more.
-  void order_behind(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+  // Returns when nothing that has been started carries any of these bytes any more: buffer, lo_bytes, hi_bytes.
+  void order_behind(const std::vector<std::tuple<int32_t, int64_t, int64_t>>& places) {
     std::unique_lock lock(mutex_);
+    const auto carries = [](const Late& each, int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+      return each.operation.buffer == buffer && std::ranges::any_of(each.ranges, [&](const Range& carried) {
+               return carried.lo_bytes < hi_bytes && lo_bytes < carried.hi_bytes;
+             });
+    };
     const auto is_behind = [&] {
       return std::none_of(open_.begin(), open_.end(), [&](const auto& each) {
-        const auto& [operation, ranges, due] = each.second;
-        return operation.buffer == buffer && std::ranges::any_of(ranges, [&](const Range& carried) {
-                 return carried.lo_bytes < hi_bytes && lo_bytes < carried.hi_bytes;
-               });
+        return std::ranges::any_of(places, [&](const auto& place) {
+          const auto& [buffer, lo_bytes, hi_bytes] = place;
+          return carries(each.second, buffer, lo_bytes, hi_bytes);
+        });
       });
     };
     waited_count_ += is_behind() ? 0 : 1;

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <functional>
 #include <future>
+#include <map>
 #include <span>
 #include <stdexcept>
 #include <thread>
@@ -264,9 +265,14 @@ void C10dTransport::on_written(int32_t buffer, int64_t lo_bytes, int64_t hi_byte
   if (written.stream != nullptr) written.stream->on_written(buffer, {lo_bytes, hi_bytes});
 }
 
-void C10dTransport::order_behind(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
-  const Buffer& used = buffer_at(buffer);
-  if (used.stream != nullptr) used.stream->order_behind(buffer, {lo_bytes, hi_bytes});
+void C10dTransport::order_behind(const std::vector<Place>& places) {
+  std::map<DeviceStream*, std::vector<std::pair<int32_t, Range>>> by_stream;
+  for (const auto& [buffer, lo_bytes, hi_bytes] : places) {
+    DeviceStream* const stream = buffer_at(buffer).stream.get();
+    if (stream != nullptr) by_stream[stream].push_back({buffer, {lo_bytes, hi_bytes}});
+  }
+  for (const auto& [stream, used] : by_stream)
+    stream->order_behind(used);
 }
 
 void C10dTransport::forget_ranges() {

@@ -21,6 +21,7 @@
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <tuple>
 #include <vector>
 
 #include "gradcast/transport.h"
@@ -53,9 +54,10 @@ class C10dTransport final : public Transport {
   // CUDA: the calling thread's current stream has been given the kernels that write this range; operations that are
   // started later wait for them. CPU: does nothing. Throws std::invalid_argument for an unknown buffer.
   void on_written(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes);
-  // CUDA: orders the calling thread's current stream behind the operations on this range that have been reported as
+  // CUDA: orders the calling thread's current stream behind the operations on these bytes that have been reported as
   // queued. CPU: does nothing. Throws as above.
-  void order_behind(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes);
+  using Place = std::tuple<int32_t, int64_t, int64_t>;  // buffer, lo_bytes, hi_bytes
+  void order_behind(const std::vector<Place>& places);
 
   // Gradients lie elsewhere in the buffers from now on. REQUIRES: nothing is in flight.
   void forget_ranges();

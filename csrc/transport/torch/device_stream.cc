@@ -4,6 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <set>
 
 #include "platform/capture.h"
 #include "platform/thread.h"
@@ -95,15 +96,15 @@ void DeviceStream::post(Task task) {
   changed_.notify_one();
 }
 
-void DeviceStream::order_behind(int32_t buffer, Range range) {
+void DeviceStream::order_behind(const std::vector<std::pair<int32_t, Range>>& places) {
   const c10::Stream here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  std::set<const c10::Event*> waited;
   MutexLock lock(ends_mutex_);
-  const c10::Event* last = nullptr;  // ranges of one operation are often neighbours
-  ends_.for_each(buffer, range, [&](const auto& event) {
-    if (event.get() == last) return;
-    event->block(here);
-    last = event.get();
-  });
+  for (const auto& [buffer, range] : places) {
+    ends_.for_each(buffer, range, [&](const auto& event) {
+      if (waited.insert(event.get()).second) event->block(here);
+    });
+  }
 }
 
 void DeviceStream::close() {

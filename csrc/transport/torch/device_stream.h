@@ -77,9 +77,10 @@ class DeviceStream {
     StreamPoint past_it;
   };
   void end(Ending ending) GC_EXCLUDES(mutex_);
-  // Orders the calling thread's current stream behind the operations on this range whose `queued` has been called.
-  // REQUIRES: of two operations that share bytes, the second was started after the end of the first.
-  void order_behind(int32_t buffer, Range range) GC_EXCLUDES(ends_mutex_);
+  // Orders the calling thread's current stream behind the operations on these ranges whose `queued` has been called.
+  // Ranges of one operation cost one wait. REQUIRES: of two operations that share bytes, the second was started after the
+  // end of the first.
+  void order_behind(const std::vector<std::pair<int32_t, Range>>& places) GC_EXCLUDES(ends_mutex_);
   // Ends the thread and drops what it has not begun. Idempotent. REQUIRES: what it has begun is given up or finishes.
   void close() GC_EXCLUDES(mutex_);
 

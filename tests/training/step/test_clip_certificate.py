@@ -203,6 +203,6 @@ def test_torch_errs_no_more_than_the_growth(shape, element, dtype):
 
 def test_the_total_is_certified_only_with_a_margin():
     certificate = ClipCertificate([torch.empty(3)], 1.0, 2.0, 2, "fp32")
-    assert certificate.holds(torch.tensor([0.99, 0.1], dtype=torch.float64))
+    assert certificate.hold(torch.tensor([0.99, 0.1], dtype=torch.float64))
     for bounds in ([1.0 - 1e-9, 0.0], [math.nan, 0.0], [math.inf, 0.0], [0.8, 0.8]):
-        assert not certificate.holds(torch.tensor(bounds, dtype=torch.float64))
+        assert not certificate.hold(torch.tensor(bounds, dtype=torch.float64))

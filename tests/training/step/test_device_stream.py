@@ -162,6 +162,17 @@ def test_it_does_not_wait_for_other_operations(checked):
     assert checked.could_run(STREAM, late)
 
 
+def test_all_that_one_operation_has_carried_costs_one_wait(checked):
+    """A block carries many gradients, and each wait is a call of the device's."""
+    checked.end("a", [(0, 100)])
+    checked.end("b", [(100, 200)])
+    assert queued(checked, "a", "b")
+    parts = [(lo, lo + 10) for lo in range(0, 200, 10)]
+    assert checked.use_all(STREAM + 4, [*parts, *reversed(parts)]) == 2
+    assert ends(checked, "a")
+    assert ends(checked, "b")
+
+
 def test_of_operations_on_the_same_bytes_the_last_one_counts(checked):
     checked.end("a", [(0, 100)])
     assert ends(checked, "a")

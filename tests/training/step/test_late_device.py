@@ -2,7 +2,10 @@
 over the host's memory (late_device.cc). What a stream would wait for, the host waits for where it asks for that order.
 """
 
+import collections
 import contextlib
+import os
+import sys
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +13,8 @@ from unittest import mock
 import pytest
 
 import gradcast
-from gradcast.training.compat import extension
+from gradcast.training.compat import extension, later_read
+from gradcast.training.plan.expectation import Expectation
 from gradcast.training.step import gradient_exchange
 from training import _late_device
 from training.attached import Attached, attach
@@ -100,6 +104,91 @@ def test_all_blocks_of_a_step_are_queued_before_the_first_ends(rank, mode):
     attached.handle.flush()
     assert len(attached.handle.plan.blocks) == 20
     return transports[0].most_open - 20
+
+
+@on_ranks(2)
+def test_steps_as_ddp_only_order_streams(rank, mode):
+    """The host goes on before it has heard of an end, as DDP's does."""
+    never = property(lambda _: False)
+    with late_device(30_000), mock.patch.object(Expectation, "is_worth_trying", never):
+        attached = Attached(nn.Linear(8, 8), mode, adapt=True)
+        travelling = []
+        for _ in range(3 + 9 + 4):  # warm-up, the plan's first steps, and some
+            attached.step(torch.ones(4, 8))
+            travelling.append(attached.handle._session.exchange.busy)
+        assert attached.handle.stats()["runs_as_ddp"]
+        attached.handle.detach()
+    return f"{travelling}" if not all(travelling[-3:]) else None
+
+
+READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy")
+
+
+@contextlib.contextmanager
+def counted_reads():
+    """Counts, by function of gradcast, reads of values for which the host waits for a device; what is copied beside it
+    does not count."""
+    counts = collections.Counter()
+
+    def counting(read):
+        def counted(tensor, *arguments, **named):
+            code = sys._getframe(1).f_code
+            if "gradcast" in code.co_filename.split(os.sep) and code.co_name != "exchange":
+                counts[code.co_name] += 1
+            return read(tensor, *arguments, **named)
+
+        return counted
+
+    def copy(values):
+        return values.clone(), mock.Mock()
+
+    with contextlib.ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(mock.patch.object(torch.Tensor, name, counting(getattr(torch.Tensor, name))))
+        stack.enter_context(mock.patch.multiple(later_read, _is_on_device=lambda _: True, _begin_copy=copy))
+        yield counts
+
+
+class Branch(nn.Module):
+    """Uses its second layer on rank 0 only, and its third nowhere."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.rank = rank
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        return self.layers[1](x) if self.rank == 0 else x
+
+
+# By function, in five steps; nothing else may wait.
+WAITS = {
+    "plain": ({}, {}),
+    "values": ({"max_grad_value": 0.1}, {}),
+    "certified": ({"max_grad_norm": 1e4}, {"certify": 5}),
+    "clipped": ({"max_grad_norm": 1e-3}, {"certify": 5}),
+    "unused": ({}, {"usage": 5}),
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+@on_ranks(2)
+def test_the_host_waits_for_values_no_more_often_than_said(rank, case, mode):
+    """docs/internals/cuda.md lists where."""
+    options, expected = WAITS[case]
+    if mode == "hook" and options:  # which clips nothing
+        return None
+    with late_device():
+        module = Branch(rank.index) if case == "unused" else nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+        attached = Attached(module, mode, **options)
+    for _ in range(10):
+        attached.step(torch.ones(4, 8))
+    with counted_reads() as counts:
+        for _ in range(5):
+            attached.step(torch.ones(4, 8))
+    attached.handle.flush()
+    return f"{counts}" if counts != collections.Counter(expected) else None
 
 
 @on_ranks(2)

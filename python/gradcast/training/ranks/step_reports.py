@@ -7,11 +7,12 @@ makes brings the timings of all ranks to every rank, with the same bits, and nee
 import dataclasses
 import struct
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from gradcast import _core
+from gradcast.training.compat.later_read import LaterRead
 
 # The same for any number of workers, so that a plan fits all of them.
 REPORT_ELEMENTS = 384
@@ -59,8 +60,7 @@ class StepReports:
         self._iteration = 0
         self._known: list[StepReport | None] = [None] * world_size
         self._on_device = buffers.reports.device.type != "cpu"
-        # Copied from the device: host memory, the event after which it is filled, and the iteration.
-        self._copy_in_flight: tuple[torch.Tensor, Any, int] | None = None
+        self._sums = LaterRead()
         self.lag = 3 if self._on_device else 2
         # The last known iteration in which some rank's backward pass failed.
         self.failed_iteration: int | None = None
@@ -80,17 +80,9 @@ class StepReports:
     def _read(self) -> None:
         written_at = self._iteration - 1
         sums = torch.cat([self._buffers.reports, self._buffers.any_rank_failed()])
-        if not self._on_device:
-            self._decode(sums.tolist(), written_at)
-            return
-        # The host does not wait for the device: it decodes what it began to copy an iteration ago.
-        before, host = self._copy_in_flight, torch.empty(len(sums), dtype=sums.dtype, device="cpu", pin_memory=True)
-        host.copy_(sums, non_blocking=True)
-        self._copy_in_flight = host, torch.cuda.current_stream(sums.device).record_event(), written_at
-        if before is not None:
-            host_before, copied, written_at_before = before
-            copied.synchronize()
-            self._decode(host_before.tolist(), written_at_before)
+        known = self._sums.exchange(sums, written_at)
+        if known is not None:
+            self._decode(*known)
 
     def _decode(self, values: Sequence[float], written_at: int) -> None:
         if values[REPORT_ELEMENTS] > 0:

@@ -63,9 +63,9 @@ class ClipCertificate:
         """An upper bound of torch's norm of all gradients: one element."""
         return torch.linalg.vector_norm(bounds, self._norm_type) * self._total_growth
 
-    def holds(self, bounds: torch.Tensor) -> bool:
-        """Whether the factor is certainly 1. False if a bound is NaN. On a device the host waits for the answer."""
-        return bool(self.total(bounds) <= self._limit)
+    def hold(self, bounds: torch.Tensor) -> torch.Tensor:
+        """Whether the factor is certainly 1, one element. False if a bound is NaN."""
+        return self.total(bounds) <= self._limit
 
 
 def _inflation(parameter: torch.Tensor, norm_type: float, world_size: int, wire: str) -> tuple[float, float]:

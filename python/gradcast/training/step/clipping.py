@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradcast.errors import Error, refused
+from gradcast.training.compat.later_read import LaterRead, to_device
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.options import Options
 from gradcast.training.step import pending
@@ -151,6 +152,7 @@ class NormClipping(pending.Owner):
         self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of what has arrived
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
+        self._proofs = LaterRead()  # of certified steps: the factor and the norm
         self.total_norm: torch.Tensor | None = None
         # The norm that the program has while it is not known, a tensor of one element, and what has it computed.
         self._promised: tuple[torch.Tensor, Callable[[], None]] | None = None
@@ -246,19 +248,25 @@ class NormClipping(pending.Owner):
         return self._certificate is not None
 
     def certify(self) -> None:
-        """Sets ``certified`` if clipping certainly changes nothing. REQUIRES: the norms (``index``) have arrived,
+        """Sets ``certified`` if clipping certainly changes nothing. On a device the host waits until that is known.
+        REQUIRES: the norms (``index``) have arrived,
         ``compute_norms`` was called for gradients that have, and all updates of the step are due."""
         with torch.no_grad():
-            self.certified = self._have_expected_layout() and self._certificate.holds(self._bounds(self._norms))
+            self.certified = self._have_expected_layout() and bool(self._certificate.hold(self._bounds(self._norms)))
         self.done = self.certified
 
     def finish_certified(self, step: int) -> None:
-        """All gradients of a certified step have arrived: the factor must be 1, or numbers are wrong."""
+        """All gradients of a certified step have arrived: the factor must be 1, or numbers are wrong. On a device that
+        is found out in the next such step, so that the host does not wait."""
         factor = self._total_factor(deferred=True)
-        if factor is not None and not bool(factor == 1.0):
+        if factor is None:
+            return
+        known = self._proofs.exchange(torch.stack([factor.double(), self.total_norm.double()]), step)
+        if known is not None and known[0][0] != 1.0:
+            (_, norm), step = known
             raise Error(
                 f"in step {step} gradcast certified that the gradients need no clipping, but their norm is "
-                f"{float(self.total_norm):.9g}, with max_grad_norm={self._max_norm}: a defect of gradcast; updates "
+                f"{norm:.9g}, with max_grad_norm={self._max_norm}: a defect of gradcast; updates "
                 "have run unclipped, so continue from the last checkpoint without Options(max_grad_norm=...)",
                 "internal",
             )
@@ -290,9 +298,9 @@ class NormClipping(pending.Owner):
         these parameters (names) had arrived. 0 if no step is known."""
         if not self._recorded:
             return 0.0
-        known = torch.tensor([state.name in arrived for state in self._states], device=self._recorded[0].norms.device)
-        held = [self._certificate.holds(torch.where(known, step.norms, step.bounds)) for step in self._recorded]
-        return sum(held) / len(held)
+        known = to_device([state.name in arrived for state in self._states], self._recorded[0].norms.device)
+        held = [self._certificate.hold(torch.where(known, step.norms, step.bounds)) for step in self._recorded]
+        return sum(torch.stack(held).tolist()) / len(held)
 
     def stats(self) -> dict[str, float | None] | None:
         """For handle.stats(), over the last 64 steps at most."""
@@ -350,7 +358,7 @@ class NormClipping(pending.Owner):
 
     @staticmethod
     def _indexed(norms: dict[int, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tensor(list(norms), device=like.device), torch.stack(list(norms.values())).to(like.dtype)
+        return to_device(list(norms), like.device), torch.stack(list(norms.values())).to(like.dtype)
 
     def _have_expected_layout(self) -> bool:
         """Whether torch computes each norm over memory in the parameter's order, which the bound's rounding assumes."""

@@ -190,12 +190,12 @@ class GradientBuffers(GradientSizes):
 
     def usage(self, indices: Sequence[int]) -> list[Usage]:
         """What all ranks together have done with these parameters, the same on every rank. On a device the host waits
-        for the answer. REQUIRES: these gradients have arrived."""
+        for the answer, once. REQUIRES: these gradients have arrived."""
         if not indices:
             return []
-        sums: dict[int, float] = {}
-        for flat, offsets, members in zip(self.flats, self._flag_offsets, self._members, strict=True):
-            sums |= zip(members, flat[offsets].tolist(), strict=True)
+        buffers = sorted({self.buffer_of[index] for index in indices})
+        flags = torch.cat([self.flats[buffer][self._flag_offsets[buffer]].double() for buffer in buffers]).tolist()
+        sums = dict(zip([index for buffer in buffers for index in self._members[buffer]], flags, strict=True))
         return [_usage(sums[index]) for index in indices]
 
     def are_in_place(self, indices: Sequence[int] | None) -> bool:

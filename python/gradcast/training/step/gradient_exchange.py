@@ -147,16 +147,14 @@ class GradientExchange:
         if not self._on_device:
             return indices
         usable = self._parameters_of({*tensors, *self._engine.queued_no_later_than(tensors)})
-        for index in usable:
-            self._transport.order_behind(*self.places[index][1:])
+        self._transport.order_behind([self.places[index][1:] for index in usable])
         return usable
 
     def wait_all(self) -> None:
         """``wait`` for all gradients of the iteration."""
         self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS, queued=self._on_device))
         if self._on_device:
-            for buffer, flat in enumerate(self.buffers.flats):
-                self._transport.order_behind(buffer, 0, flat.nbytes)
+            self._transport.order_behind([(buffer, 0, flat.nbytes) for buffer, flat in enumerate(self.buffers.flats)])
 
     def wait_until_idle(self) -> bool:
         """Makes the host wait until no block travels. Returns whether it had to wait. Raises what has failed on the
