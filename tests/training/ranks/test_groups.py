@@ -108,6 +108,14 @@ def test_blocks_go_before_compute_on_nccl(rank):
 
 
 @on_ranks(2)
+def test_torch_finds_nothing_to_warn_of_where_a_group_is_destroyed(rank):
+    """Where the program has registered a backend of its own, as some parts of torch do."""
+    with mock.patch.dict(dist.Backend._plugins, {"other": None}):
+        made = group.make_group(None, torch.device("cpu"), 30.0)
+    return [] if made.own.name() == "gloo" else [made.own.name()]
+
+
+@on_ranks(2)
 def test_options_for_nccl_are_ignored_with_a_sentence_elsewhere(rank):
     with heard() as lines:
         attach(nn.Linear(3, 3), None, "hook", max_ctas=4, register_buffers=True).detach()

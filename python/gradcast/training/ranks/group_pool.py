@@ -107,11 +107,19 @@ def _make(
         return dist.new_group(
             ranks=list(ranks),
             timeout=timeout,
-            backend=backend,
+            backend=_of_one_kind(backend),
             pg_options=options,
             use_local_synchronization=True,  # collective over these ranks only
             group_desc=description,
         )
+
+
+def _of_one_kind(backend: str) -> str:
+    """WORKAROUND(torch 2.11 to 2.15): once the program has registered any backend of its own, a group of
+    "cpu:gloo,cuda:gloo" has no default backend, and torch warns of that where the group is destroyed; one of "gloo" is
+    the same group."""
+    kinds = {each.split(":")[-1] for each in backend.split(",")}
+    return "gloo" if kinds == {"gloo"} else backend
 
 
 def _nccl_options(timeout: datetime.timedelta | None, max_ctas: int | None) -> Any:
