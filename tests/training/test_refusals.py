@@ -82,9 +82,12 @@ def ignored_in_a_bare_module():
 
 # What is tried, and what the sentence must name.
 AT_ATTACH = {
-    "second attach": (lambda: attached_twice(optimizer=sgd), "attached"),
-    "second attach in hook mode": (attached_twice, "attached"),
-    "second attach of a wrapper": (lambda: attached_twice(nn.parallel.DistributedDataParallel), "attached"),
+    "second attach": (lambda: attached_twice(optimizer=sgd), "attached to this module already"),
+    "second attach in hook mode": (attached_twice, "attached to this module already"),
+    "second attach of a wrapper": (
+        lambda: attached_twice(nn.parallel.DistributedDataParallel),
+        "attached to this module already",
+    ),
     "optimizer of more": (
         lambda: with_optimizer(linear(), lambda m: sgd(nn.Sequential(m, two()))),
         "not in the module",
@@ -105,7 +108,14 @@ AT_ATTACH = {
     "a module and a part of it": (lambda: gradcast.attach(whole_and_part()), "number 1 is 0.1 as well"),
     "the same module twice": (lambda: gradcast.attach(2 * [linear()]), "number 1 is number 0 as well"),
     "modules with a common parameter": (lambda: gradcast.attach(tied()), "1.bias is 0.bias as well"),
-    "a module of another list": (lambda: attached_twice(lambda module: [linear(), module]), "already"),
+    "a module of another list": (
+        lambda: attached_twice(lambda module: [linear(), module]),
+        "attached to this module already",
+    ),
+    "attach of a module around one": (
+        lambda: attached_twice(lambda module: nn.Sequential(module)),
+        "attached to 0.weight already, by another module",
+    ),
     "lbfgs": (lambda: with_optimizer(linear(), lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS"),
     "nothing to train": (lambda: gradcast.attach(linear().requires_grad_(False)), "no parameter"),
     "empty module": (lambda: gradcast.attach(nn.ReLU()), "no parameter"),

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from gradcast.errors import refused
 from gradcast.training.compat import extension
 from gradcast.training.compat.ddp_takeover import check_comm_hooks
-from gradcast.training.ranks.group import shared_group
 from gradcast.training.step import partial_step
 from gradcast.training.step.partial_step_check import require_splittable
 
@@ -84,14 +83,11 @@ def accept(
     module: Any,
     optimizers: Sequence[Any],
     process_group: Any,
-    idle: Sequence[DistributedDataParallel] = (),
     *,
     in_parts: bool = True,
 ) -> Accepted:
-    """Raises Error(invalid_use), which says what to do, unless training is known to give DDP's numbers.
-
-    ``idle``: DDP modules around this one that nobody calls. ``in_parts``: optimizers have to update parameters one by
-    one.
+    """Raises Error(invalid_use), which says what to do, unless training is known to give DDP's numbers, as far as
+    ``check_hooks`` finds nothing. ``in_parts``: optimizers have to update parameters one by one.
     """
     members: tuple[nn.Module, ...] = ()
     if isinstance(module, list | tuple):
@@ -117,9 +113,6 @@ def accept(
     for each in optimizers if in_parts else ():
         partial_step.require_own_step(each)
         require_splittable(each)
-    shared = shared_group(process_group if ddp is None else ddp.process_group)
-    if shared is not None and shared.size() > 1:
-        check_hooks(parameters, [*idle, *([] if ddp is None else [ddp])])
     return Accepted(module, inner, ddp, called, parameters)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradcast.errors import Error, refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import preflight
-from gradcast.training.acceptance import accept, unwrapped_optimizer
+from gradcast.training.acceptance import accept, check_hooks, unwrapped_optimizer
 from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
 from gradcast.training.attachment import Attachment
 from gradcast.training.handle import Handle
@@ -79,11 +79,14 @@ def attach_inside(
         if disabled and options.weight is not None:
             raise weights_refused()
         preflight.check_local_steps(options, optimizers, module, disabled=disabled)
-        accepted = accept(module, optimizers, process_group, idle, in_parts=not local)
+        accepted = accept(module, optimizers, process_group, in_parts=not local)
         if accepted.ddp is not None:
             process_group = accepted.ddp.process_group
         if any(attached_to(each) is not None for each in accepted.owned):
             raise refused("gradcast is attached to this module already; call handle.detach() first")
+        shared = shared_group(process_group)
+        if shared is not None and shared.size() > 1:
+            check_hooks(accepted.parameters, [*idle, *([] if accepted.ddp is None else [accepted.ddp])])
         preflight.check_connections(mode, process_group, accepted.device)
     except Error as error:
         refusal = error
