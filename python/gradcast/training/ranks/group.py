@@ -32,8 +32,8 @@ from gradcast.training.ranks.store_gather import StoreGather
 T = TypeVar("T")
 _log = logging.getLogger("gradcast")
 _ONE_HOST = Hosts((0,))  # of a single worker
-# NCCL's words in 2.28, and in 2.30.
 _DROPPED_WITHIN_S = 5.0  # how long attach waits for blocks of models that the program has dropped
+# NCCL's words in 2.28, and in 2.30.
 _SAME_GPU = re.compile("Duplicate GPU|using the same GPU")
 
 
