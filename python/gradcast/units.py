@@ -22,7 +22,7 @@ _MAX = 2.0**53
 def _split(text: str, what: str, example: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None and _QUANTITY.fullmatch(text.strip().removeprefix("-")):
-        raise Error(f"'{text}' is negative; a {what} is at least 0, write for instance {example}")
+        raise Error(f"'{text}' is negative, which no {what} here can be; write for instance {example}")
     if match is None:
         raise Error(f"'{text}' is not a {what}; write for instance {example}")
     return float(match[1]), match[2] or ""

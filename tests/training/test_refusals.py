@@ -96,6 +96,10 @@ AT_ATTACH = {
     "optimizer of a part": (lambda: with_optimizer(two(), lambda m: sgd(m[1])), "0.weight"),
     "optimizer of a copy": (optimizer_of_a_copy, "optimizer"),
     "overlapping optimizers": (lambda: with_optimizer(linear(), lambda m: [sgd(m), sgd(m)]), "weight"),
+    "class of optimizers": (
+        lambda: with_optimizer(linear(), lambda _: torch.optim.SGD),
+        "SGD(module.parameters(), ...)",
+    ),
     "no optimizer": (lambda: with_optimizer(linear(), nn.Module.parameters), "Optimizer"),
     "no module": (lambda: gradcast.attach(linear), "a torch.nn.Module is expected"),
     "no modules": (lambda: gradcast.attach([]), "the list of modules is empty"),

@@ -209,6 +209,9 @@ def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Paramet
     owner: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         _refuse_owned_optimizer(optimizer)
+        if isinstance(optimizer, type):
+            made = f"{optimizer.__name__}(module.parameters(), ...)"
+            raise refused(f"optimizer is the class {optimizer.__name__}; give attach an optimizer, {made}")
         if not isinstance(optimizer, Optimizer):
             raise refused(
                 f"optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer or a list of them is expected"

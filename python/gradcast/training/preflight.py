@@ -116,7 +116,7 @@ def check_same_call(
         if refusal is not None:
             raise refusal
         return [own_place()]
-    with naming("comparing the ranks' calls of attach", shared.rank(), shared.size()):
+    with naming("comparing the ranks' calls of attach (each rank has to make one)", shared.rank(), shared.size()):
         everyone = _gathered(shared, _call(refusal, mode, options), device)
     _check_same(everyone, refusal)
     return [place for *_, place in everyone]

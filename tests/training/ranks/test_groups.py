@@ -228,7 +228,7 @@ def test_a_group_of_a_part_of_the_workers_waits_for_no_others(rank):
             "invalid_use",
             "use the same GPU, which NCCL refuses",
         ),
-        (BAD_NEWS, "communication", "comparing the ranks' calls of attach failed on rank"),
+        (BAD_NEWS, "communication", "comparing the ranks' calls of attach (each rank has to make one) failed on rank"),
     ],
 )
 @on_ranks(2)

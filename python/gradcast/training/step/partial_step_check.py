@@ -38,7 +38,8 @@ def require_splittable(optimizer: Optimizer) -> None:
     except Exception as error:
         raise _refusal(name, f"a step on a small copy of it fails: {type(error).__name__}: {error}") from error
     if not whole.equals(parts):
-        raise _refusal(name, "two parts give other numbers than a whole step: it looks at all gradients together")
+        together = "it looks at all gradients together, or draws random numbers"
+        raise _refusal(name, f"two parts give other numbers than a whole step: {together}")
 
 
 def _refusal(name: str, reason: str) -> Error:
