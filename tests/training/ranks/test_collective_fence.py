@@ -149,10 +149,14 @@ def test_one_queue_on_a_device_is_refused_where_blocks_travel_under_forward(rank
     with mock.patch.object(preflight, "backend_of", return_value="nccl"), mock.patch.dict(os.environ, queue):
         module = nn.Linear(3, 3)
         sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-        found = not_refused(lambda: attach(module, sgd), "CUDA_DEVICE_MAX_CONNECTIONS is 1", "hook mode")
+        words = "CUDA_DEVICE_MAX_CONNECTIONS is 1", "hook mode"
+        local = gradcast.Options(sync_every=2)
+        found = not_refused(lambda: attach(module, sgd), *words)
+        found += not_refused(lambda: gradcast.attach(module, sgd, options=local), *words)
         attach(module, None, "hook").detach()
         os.environ[preflight.CONNECTIONS_VARIABLE] = "8"
         attach(module, sgd).detach()
+        gradcast.attach(module, sgd, options=local).detach()
     return found
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 import gradcast
-from training.attached import attach, heard, not_refused
+from training.attached import attach, heard, hosts_of, not_refused
 from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
@@ -19,9 +19,11 @@ from training.sides import differences
 pytest.importorskip("training.needs")
 import torch.testing._internal.distributed.fake_pg  # registers the group
 
+from gradcast.host_traffic import Hosts
 from gradcast.training import preflight
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension
+from gradcast.training.local import session
 from gradcast.training.ranks import group, group_pool
 
 nn = torch.nn
@@ -105,6 +107,54 @@ def test_blocks_go_before_compute_on_nccl(rank):
     assert new_group.call_args.kwargs["backend"] == "cpu:gloo,cuda:nccl"
     assert (options.is_high_priority_stream, options._timeout.total_seconds()) == (True, 30.0)
     assert (bounded.config.max_ctas, options.config.max_ctas) == (6, dist.ProcessGroupNCCL.Options().config.max_ctas)
+
+
+@contextlib.contextmanager
+def nccl_named():
+    """As if the trainer's group had NCCL for devices. What gradcast's groups ask of it, as they are made."""
+    asked, new_group = [], dist.new_group
+
+    def without_nccl(ranks, *, backend, pg_options, **options):
+        asked.append(pg_options)
+        return new_group(ranks, backend="gloo", **options)
+
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch.object(dist, "new_group", without_nccl),
+    ):
+        yield asked
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+@on_ranks(4)
+def test_the_bound_on_thread_blocks_reaches_all_groups_of_blocks(rank):
+    """Without a device; also the group inside of a host."""
+    module = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    local = gradcast.Options(sync_every=2, inner="host", max_ctas=5)
+    with nccl_named() as asked:
+        attach(module, sgd, max_ctas=5).detach()
+        with hosts_of(2):
+            gradcast.attach(module, sgd, options=local).detach()
+    found = [(each.config.max_ctas, each.is_high_priority_stream) for each in asked]
+    return [] if found == [(5, True)] * 2 else found
+
+
+@on_ranks(4)
+def test_the_group_inside_of_a_host_is_connected_too(rank):
+    """Without a device."""
+    made = group.make_group(None, torch.device("cpu"), 30.0)
+    made.hosts = Hosts((0, 0, 1, 1))
+    device = torch.device("cuda", 0)
+    with (
+        mock.patch.object(session, "HiddenDdp") as hidden,
+        mock.patch.object(group, "on_device", contextlib.nullcontext),
+        mock.patch.object(extension.load(), "connect") as connect,
+    ):
+        session.inside_hosts(mock.Mock(device=device), made)
+    inside = hidden.call_args.args[1]
+    assert inside.size() == 2
+    connect.assert_called_once_with(inside, device, each_to_each=False)
 
 
 @on_ranks(2)

@@ -43,7 +43,7 @@ _MB = 1e6
 _TIMEOUT_S = 1800.0  # torch's own, where the process group does not tell its
 
 
-def inside_hosts(accepted: Accepted, group: Group) -> HiddenDdp:
+def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) -> HiddenDdp:
     """Averages gradients over the ranks of this rank's host. Raises on all ranks alike."""
     hosts = group.hosts
     if hosts.count == 1 or hosts.ranks_per_host in (None, 1):
@@ -55,7 +55,9 @@ def inside_hosts(accepted: Accepted, group: Group) -> HiddenDdp:
     everyone = dist.get_process_group_ranks(group.shared)
     timeout = datetime.timedelta(seconds=_TIMEOUT_S if group.timeout_s is None else group.timeout_s)
     backend = dist.get_backend_config(group.shared)
-    inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host")
+    inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host", max_ctas)
+    if accepted.device.type == "cuda":
+        Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect()
     return HiddenDdp(accepted.called, inside, broadcast_buffers=True)
 
 
@@ -67,7 +69,7 @@ class LocalStepsSession(TrainingSession):
     def __init__(self, setup: Setup) -> None:
         accepted, group, options = setup.accepted, setup.group, setup.options
         self.callbacks, self._options = setup.callbacks, options
-        self._inside = inside_hosts(accepted, group) if options.inner == "host" else None
+        self._inside = inside_hosts(accepted, group, options.max_ctas) if options.inner == "host" else None
         super().__init__(group, () if self._inside is None else self._inside.wrappers.values())
         self._module = accepted.module
         found = entries(accepted.parameters, accepted.module)

@@ -91,9 +91,12 @@ def new_group(key: Key) -> Any:
     return group
 
 
-def lasting_group(ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str) -> Any:
+def lasting_group(
+    ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str, max_ctas: int | None = None
+) -> Any:
     """A process group that lasts until the program ends. Collective over ``ranks``, which are global ranks."""
-    group = _make(ranks, timeout, backend, f"gradcast {description}")
+    options = _nccl_options(timeout, max_ctas) if "nccl" in backend else None
+    group = _make(ranks, timeout, backend, f"gradcast {description}", options)
     if backend == "gloo":  # destroying a group of another backend may wait for ranks that have died
         _own_groups.append(OwnGroup(group, None))
     return group

@@ -3,6 +3,10 @@
 NCCL then sends from where the bytes are, where its network and algorithm can (NVLink SHARP, InfiniBand SHARP), with
 fewer thread blocks. NOT YET RUN ON A GPU.
 
+It is no symmetric memory (``symm=True``). Registering that is collective, and torch does it inside of the allocation: a
+rank that has no memory left would leave the others waiting in NCCL, and no rank could refuse. The kernels for it serve
+ranks in one NVLink domain only, and sum in an order of their own, so the numbers would not be DDP's.
+
 Thread safety: the training thread.
 """
 
