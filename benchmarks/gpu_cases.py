@@ -4,8 +4,8 @@
 
 Each case starts two processes that pass for two hosts, because NCCL wants a GPU per rank on a host. Where NCCL refuses
 them nevertheless, this says so, and the cases run over Gloo with tensors on the GPU. Numbers have to be DDP's, bit for
-bit; over a narrow wire they have to be near, and the same on both ranks. Where an operation fails or a rank is killed,
-the other rank has to get gradcast's error. Times say nothing.
+bit; over a narrow wire they have to be near, and the same on both ranks. Where rank 1 loses its connections, is late,
+or is killed, rank 0 has to get gradcast's error that names rank 1. Times say nothing.
 
 ``--device cpu --backend gloo`` shows that all but the device works.
 """
@@ -41,12 +41,15 @@ from gradcast.training.plan.agreement import plan_text
 _STEPS, _WIDTH, _LAYERS = 16, 64, 4
 _TIMEOUT_S = 5.0  # of an operation, where one fails
 _CASE_TIMEOUT_S = 120.0
-_ENDS = ("a failed operation", "a killed rank")
+_ENDS_AT = _STEPS // 2  # where something happens to rank 1
+_GONE = ("a late rank", "a killed rank")  # of rank 1 nothing is expected
+_ENDS = ("lost connections", *_GONE)
 
 
 class Rank:
     def __init__(self, device: torch.device, backend: str, folder: str) -> None:
         self.device, self.backend, self.folder, self.index = device, backend, folder, dist.get_rank()
+        self.begun_steps = 0
         generator = torch.Generator().manual_seed(self.index)
         self.batches = [torch.randn(32, _WIDTH, generator=generator).to(device) for _ in range(_STEPS)]
 
@@ -55,7 +58,7 @@ class Rank:
         mode: str,
         *,
         metrics: bool = False,
-        before_step: Callable[[int], None] = lambda _: None,
+        before_step: Callable[[int, Training], None] = lambda *_: None,
         **options: Any,
     ) -> list[torch.Tensor]:
         """The parameters of "ddp", "hook" or "overlap" after all batches, and the sums of the losses if ``metrics``: a
@@ -63,7 +66,8 @@ class Rank:
         training = Training(mode, self.device, _WIDTH, layers=_LAYERS, **options)
         handle, found = training.handle, []
         for number, batch in enumerate(self.batches):
-            before_step(number)
+            before_step(number, training)
+            self.begun_steps = number + 1
             loss = training.step(batch)
             if metrics:
                 found.append(loss)
@@ -118,18 +122,36 @@ def _narrow(rank: Rank, wire: str) -> Problems:
 
 
 def _fails(rank: Rank, happens: Callable[[], None]) -> Problems:
-    """``happens`` to rank 1 between two steps."""
+    """``happens`` to rank 1 between two steps, while nothing travels."""
 
-    def before_step(number: int) -> None:
-        if rank.index == 1 and number == _STEPS // 2:
-            happens()
+    def before_step(number: int, training: Training) -> None:
+        if number == _ENDS_AT:
+            training.handle.flush()
+            dist.barrier()
+            if rank.index == 1:
+                happens()
 
     try:
         rank.train("overlap", before_step=before_step, timeout_s=_TIMEOUT_S)
     except gradcast.Error as error:
         print(f"rank {rank.index} is told: {error}", flush=True)
+        if rank.begun_steps <= _ENDS_AT:
+            yield f"it was raised in step {rank.begun_steps - 1}, before anything had happened: {error}"
+        if error.code != "communication":
+            yield f"the error's code is {error.code}"
+        if not re.search("rank 1|ranks 0 and 1", str(error)):
+            yield "the error does not name rank 1"
     else:
         yield "nothing was raised"
+
+
+def _lose_connections() -> None:
+    """As where a network fails: ends all connections of this process but those to torch's store."""
+    store = int(os.environ["MASTER_PORT"])
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+            if each.type == socket.SOCK_STREAM and store not in (each.getsockname()[1], each.getpeername()[1]):
+                each.shutdown(socket.SHUT_RDWR)
 
 
 CASES: dict[str, Callable[[Rank], Problems]] = {
@@ -139,7 +161,8 @@ CASES: dict[str, Callable[[Rank], Problems]] = {
     "a pinned plan with reduce-scatter and all-gather": _pinned,
     "wire bf16": partial(_narrow, wire="bf16"),
     "wire fp16": partial(_narrow, wire="fp16"),
-    "a failed operation": partial(_fails, happens=lambda: time.sleep(4 * _TIMEOUT_S)),
+    "lost connections": partial(_fails, happens=_lose_connections),
+    "a late rank": partial(_fails, happens=lambda: time.sleep(4 * _TIMEOUT_S)),
     "a killed rank": partial(_fails, happens=lambda: os.kill(os.getpid(), signal.SIGKILL)),
 }
 _PROBE = "probe"
@@ -228,8 +251,7 @@ def main() -> int:
             rows.append([case, f"left out: {reason}"])
             continue
         codes, said = run_case(case, args)
-        # Of rank 1 of the last two nothing is expected: it is killed, or late.
-        is_right = codes[0] == 0 if case in _ENDS else codes == [0, 0]
+        is_right = codes[0] == 0 if case in _GONE else codes == [0, 0]
         failed = failed or not is_right
         rows.append([case, "passed" if is_right else "FAILED"])
         print(f"== {case}: exit codes {codes}\n{said}", flush=True)

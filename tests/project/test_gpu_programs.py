@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import gradcast
 from training.needs import torch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,7 @@ def test_the_cases_for_two_ranks_pass_on_the_cpu():
     ended = run("benchmarks.gpu_cases", "--device", "cpu", "--backend", "gloo")
     found = states(ended.stdout)
     assert found.pop("SyncBatchNorm and metrics") == "left out: SyncBatchNorm takes tensors on a GPU only"
-    assert len(found) == 7
+    assert len(found) == 8
     assert set(found.values()) == {"passed"}, ended.stdout
     assert ended.returncode == 0
 
@@ -118,6 +119,31 @@ def test_a_case_that_goes_wrong_fails(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_cases", "--device", "cpu", "--backend", "gloo", "metrics", "a killed rank"])
     assert gpu_cases.main() == 1
     assert states(capsys.readouterr().out) == {"metrics": "FAILED", "a killed rank": "passed"}
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "begun_steps", "wrong"),
+    [
+        ("communication", "Failed: rank 0; rank 1 has not responded", 9, None),
+        ("communication", "Failed: ranks 0 and 1", 9, None),
+        ("communication", "rank 0 of 2 has failed", 9, "does not name rank 1"),
+        ("invalid_use", "rank 1 refuses to attach", 9, "the error's code is invalid_use"),
+        ("communication", "connecting rank 1", 8, "raised in step 7, before anything had happened"),
+    ],
+)
+def test_an_error_counts_if_it_tells_of_what_has_happened(code, message, begun_steps, wrong):
+    from benchmarks.gpu_cases import CASES
+
+    class Rank:
+        index = 0
+
+        def train(self, *_, **__):
+            self.begun_steps = begun_steps
+            raise gradcast.Error(message, code)
+
+    problems = list(CASES["a late rank"](Rank()))
+    assert len(problems) == (wrong is not None)
+    assert wrong is None or wrong in problems[0]
 
 
 def test_kernels_are_held_against_a_copy():
