@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, and a table of what passed as the last thing: benchmarks/gpu_check.sh [FOLDER], which receives
-# the logs and, line by line, the table. What skips itself has not passed. Where the time is bounded, in several goes:
+# the logs and, line by line, the table. What skips itself or is left out has not passed. Where the time is bounded, in several goes:
 # ONLY='training|extension' runs the checks whose names match; configure and compile go on where the last go ended. A
 # check that takes longer than CHECK_S seconds (600) is ended, and has failed.
 #
@@ -28,7 +28,8 @@ check() {
   [[ $name =~ ${ONLY:-.} ]] || return 0
   echo "== $name"
   if ! timeout -k 10 "${CHECK_S:-600}" "$@" >"$logs/$name.log" 2>&1; then
-    note "$name" "FAILED, see $logs/$name.log"
+    left_out=$(sed -n 's/^left out, because.*: //p' "$logs/$name.log" | paste -s -d ';')
+    note "$name" "FAILED, ${left_out:+left out: $left_out, }see $logs/$name.log"
     tail -n 15 "$logs/$name.log"
   elif grep -qE '\[  SKIPPED \]|[0-9]+ skipped' "$logs/$name.log"; then
     note "$name" "FAILED, something was skipped, see $logs/$name.log"
@@ -88,16 +89,24 @@ for tool in "memcheck --report-api-errors no" racecheck initcheck synccheck; do
 done
 # torch's own: reads and writes of one tensor on two streams without an order between them.
 check training-streams env TORCH_CUDA_SANITIZER=1 "${train[@]}" --steps 8 --width 64
+# Over NCCL, in fewer steps: the tools slow its kernels, which wait for each other.
+check training-memcheck-nccl compute-sanitizer --tool memcheck --report-api-errors no --target-processes all --error-exitcode 9 \
+  "${train[@]}" --backend nccl --steps 6 --width 32
+check training-streams-nccl env TORCH_CUDA_SANITIZER=1 "${train[@]}" --backend nccl --steps 8 --width 64
 
 # Steps beside 15 ranks that are only mirrored, each in at most ten minutes. $logs/traces shows where a step's time goes.
 mirror=("$python" -m benchmarks.nccl_mirror.mirror --library "$build/benchmarks/nccl_mirror/libnccl.so.2")
 mkdir -p "$logs/traces"
-for gbit in 25 100 10 400; do
+for gbit in 25 100 400; do
   check mirror-$gbit "${mirror[@]}" --gbit $gbit --traces "$logs/traces"
+done
+for model in ResNet GPT; do
+  check "mirror-10-$model" "${mirror[@]}" --gbit 10 --models $model --turns 3 --traces "$logs/traces"
 done
 some=(--gbit 25,100 --ways "alone,DDP 25,hook,gradcast overlap")
 check mirror-foreach "${mirror[@]}" "${some[@]}" --optimizer foreach
 check mirror-compiled "${mirror[@]}" "${some[@]}" --compiled
+check mirror-compiled-foreach "${mirror[@]}" "${some[@]}" --compiled --optimizer foreach
 
 if command -v mpirun >/dev/null; then
   check bench mpirun --allow-run-as-root -n 1 python/gradcast/bin/gradcast-bench --transport nccl

@@ -56,6 +56,7 @@ _SETTLED = 28  # steps until gradcast follows its plan: 6 measure, twice 9 hold 
 _CHECKED_STEPS = 24
 _TRACED_STEPS = 3
 _EDGE_STEPS = 2  # before and after those that are measured
+_LEFT_OUT = 3  # exit status where not all was measured
 
 
 @contextlib.contextmanager
@@ -150,6 +151,14 @@ def ways_on(device: torch.device, *ways: str) -> list[str]:
     return [way for way in ways if device.type == "cuda" or not way.startswith("DDP")]
 
 
+def begin_compiling() -> None:
+    """Before another model's blocks are compiled. They share their code, and what is compiled of one piece of code more
+    often than torch allows runs uncompiled, which is an error here."""
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
 class Training:
     """``way``: one of WAYS. ``compiled``: the model's blocks."""
 
@@ -169,7 +178,7 @@ class Training:
         self._device, self.handle, self._model = device, None, self.module
         blocks = [each for each in self.module.modules() if type(each).__name__ in ("Block", "_Bottleneck")]
         for block in blocks if compiled else ():
-            block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+            block.compile(backend="inductor" if device.type == "cuda" else "aot_eager", dynamic=False)
         if way == "FSDP2":
             for block in blocks:
                 fully_shard(block, reshard_after_forward=False)
@@ -234,6 +243,8 @@ def differing(task: Task, device: torch.device, mean: float, *, compiled: bool =
     """The ways whose parameters are not those of a training alone, in any bit. ``mean``: what the group makes of the
     mean of equal gradients, as a multiple of one; a power of two, which the learning rate makes up for."""
     found = {}
+    if compiled:
+        begin_compiling()
     for way in ways_on(device, *_CHECKED):
         rate = 1 / 64 if way == "alone" else 1 / 64 / mean
         sgd = functools.partial(torch.optim.SGD, lr=rate, momentum=0.9)
@@ -283,23 +294,28 @@ def spread(values: Sequence[float], digits: str) -> list[str | None]:
 
 def compared(
     task: Task, ways: Sequence[str], device: torch.device, args: argparse.Namespace, name: str, end_s: float
-) -> list[Any]:
-    """Rows of the table. ``name``: that of the traces. ``end_s``: when no further round of turns begins."""
+) -> tuple[list[Any], int]:
+    """Rows of the table, and how many turns each way has had. ``name``: that of the traces. ``end_s``: when no further
+    round of turns begins."""
+    if args.compiled:
+        begin_compiling()
     adamw = functools.partial(torch.optim.AdamW, lr=1e-4, **{args.optimizer: True})
     found = {way: Measured(Training(task, way, device, adamw, compiled=args.compiled)) for way in ways}
     for each in found.values():
         each.training.spend(_SETTLED if each.training.handle is not None else 1)
+    turns = 0
     for number, way in enumerate(in_turns(ways, args.turns)):
-        if number % len(ways) == 0 and number > 0 and time.monotonic() > end_s:
-            print(f"{number // len(ways)} of {args.turns} turns of each, because {args.minutes:g} minutes are over")
-            break
+        if number % len(ways) == 0:
+            if number > 0 and time.monotonic() > end_s:
+                break
+            turns += 1
         found[way].take_turn(args.steps)
     with tempfile.TemporaryDirectory() as folder:
         for way in ways if device.type == "cuda" else ():
             found[way].trace(os.path.join(args.traces or folder, f"{name}, {way}.json".replace(" ", "-")))
     stock = [each for way, each in found.items() if way.startswith("DDP")]
     ddp = min(stock, key=lambda each: statistics.median(each.step_ms), default=None)
-    return [[way, *each.row(None if way == "alone" else ddp)] for way, each in found.items()]
+    return [[way, *each.row(None if way == "alone" else ddp)] for way, each in found.items()], turns
 
 
 def idle_ms(events: Iterable[dict[str, Any]]) -> float:
@@ -317,24 +333,28 @@ def has_any(name: str, words: Sequence[str]) -> bool:
     return any(word in name for word in words)
 
 
-def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace, set_link: Any) -> None:
-    """Prints a table for each model and network, as long as there is time."""
+def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace, set_link: Any) -> list[str]:
+    """Prints a table for each model and network, as long as there is time. Returns what was left out."""
     end_s = time.monotonic() + 60 * args.minutes
+    left_out = []
     for name, task in tasks.items():
         for gbit in args.gbit if has_any(name, args.models) else ():
             set_link(ctypes.c_double(gbit), ctypes.c_double(args.latency_us))
             how = f"{'compiled blocks' if args.compiled else 'eager'}, AdamW {args.optimizer}"
             title = f"{name}, {how}, {args.workers} ranks, {gbit:g} Gbit/s, {args.latency_us:g} us"
             if time.monotonic() > end_s:
-                print(f"\n{title}: left out, because {args.minutes:g} minutes were over")
+                left_out.append(title)
                 continue
             ways = [each for each in ways_on(device, *WAYS) if has_any(each, args.ways)]
-            rows = compared(task, ways, device, args, f"{name}, {gbit:g}", end_s)
+            rows, turns = compared(task, ways, device, args, f"{name}, {gbit:g}", end_s)
+            if turns < args.turns:
+                left_out.append(f"{args.turns - turns} of {args.turns} turns of {title}")
             print(f"\n{title}")
             columns = ["", "step, ms", "range", "idle, ms", "CPU, ms", "predicted, ms", "measured / predicted"]
             columns += ["x best DDP", "range"]
             print(tabulate(rows, columns, floatfmt=".2f", disable_numparse=[1, 2, 7, 8]), flush=True)
             gc.collect()
+    return left_out
 
 
 def main() -> int:
@@ -382,8 +402,10 @@ def main() -> int:
             print(f"not the parameters of a training alone: {', '.join(wrong)}", file=sys.stderr)
             return 1
         print(f"{', '.join(ways_on(device, *_CHECKED))}: the same parameters after {_CHECKED_STEPS} steps, bit for bit")
-        table(tasks, device, args, set_link or (lambda *_: None))
-    return 0
+        left_out = table(tasks, device, args, set_link or (lambda *_: None))
+    for each in left_out:
+        print(f"left out, because {args.minutes:g} minutes were over: {each}")
+    return _LEFT_OUT if left_out else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -160,3 +163,51 @@ def test_every_way_trains_on_the_cpu(options):
     ):
         assert ended.stdout.count(f"\n{way}  ") == 2
     assert ("compiled blocks, AdamW foreach" if options else "eager, AdamW fused") in ended.stdout
+
+
+def arguments(**changed):
+    settings = {"gbit": [10.0], "latency_us": 20.0, "workers": 2, "models": ["GPT"], "ways": ["alone"], "turns": 5}
+    settings |= {"steps": 1, "minutes": 6.0, "compiled": False, "optimizer": "fused", "traces": None}
+    return SimpleNamespace(**settings | changed)
+
+
+def test_what_there_was_no_time_for_is_told_and_has_not_passed(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.nccl_mirror import mirror
+
+    def left_out(*moments_s):
+        clock = mock.Mock(wraps=time, monotonic=mock.Mock(side_effect=moments_s))
+        with mock.patch.object(mirror, "time", clock):
+            return mirror.table(mirror.SMALL_TASKS, torch.device("cpu"), arguments(turns=3), lambda *_: None)
+
+    # When it begins, before the table, and before each round of turns but the first.
+    assert left_out(0, 0, 10, 20) == []
+    (title,) = left_out(0, 361)
+    assert title.startswith("small GPT, eager, AdamW fused, 2 ranks, 10 Gbit/s")
+    assert left_out(0, 0, 361) == [f"2 of 3 turns of {title}"]
+    monkeypatch.setattr(mirror, "differing", lambda *_, **__: [])
+    monkeypatch.setattr(sys, "argv", ["mirror", "--device", "cpu", "--workers", "2", "--gbit", "10", "--minutes", "0"])
+    capsys.readouterr()
+    assert mirror.main() == 3
+    assert capsys.readouterr().out.count("left out, because 0 minutes were over: small ") == 2
+
+
+def test_each_kind_of_block_is_compiled(monkeypatch):
+    """ResNet-50 has as many kinds of one block as torch compiles by default; more would run uncompiled."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.nccl_mirror import mirror
+
+    def blocks(count):
+        widths = range(1, count + 1)
+        made = [mirror._Bottleneck(1 if width == 1 else 4 * width - 4, width, 1) for width in widths]
+        return torch.nn.Sequential(*made, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        mirror.begin_compiling()
+        torch._dynamo.utils.counters.clear()
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        batch = torch.ones(1, 1, 4, 4), torch.zeros(1, dtype=torch.int64)
+        mirror.Training((lambda: blocks(9), lambda: batch), "alone", torch.device("cpu"), sgd, compiled=True).step()
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    assert compiled == 9

@@ -146,6 +146,25 @@ def test_an_error_counts_if_it_tells_of_what_has_happened(code, message, begun_s
     assert wrong is None or wrong in problems[0]
 
 
+def test_a_check_that_leaves_something_out_has_not_passed(tmp_path):
+    """With programs that only pass for those that the checks need."""
+    programs, logs = tmp_path / "bin", tmp_path / "logs"
+    programs.mkdir()
+    left_out = "echo 'left out, because 6 minutes were over: GPT-2'; exit 3"
+    for name, does in (("nvidia-smi", "echo a GPU"), ("python3", f'case "$*" in *"--gbit 25 "*) {left_out} ;; esac')):
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "ONLY": "mirror-25|mirror-100"}
+    script = str(ROOT / "benchmarks" / "gpu_check.sh")
+    ended = subprocess.run(
+        ["bash", script, str(logs)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1, ended.stderr
+    table = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines()[-2:])
+    assert table["mirror-25"].startswith("FAILED, left out: GPT-2, see ")
+    assert table["mirror-100"].startswith("passed")
+
+
 def test_kernels_are_held_against_a_copy():
     ended = run("benchmarks.gpu_bandwidth", "--device", "cpu", "--mib", "1")
     assert ended.returncode == 0, ended.stderr
