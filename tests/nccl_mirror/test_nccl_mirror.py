@@ -106,6 +106,15 @@ def test_one_process_passes_for_sixteen_ranks():
         handle.detach()
 
 
+def test_after_a_detach_it_passes_for_them_again():
+    """Torch's "fake" group does not count its operations, so gradcast does not know whether it may use it again."""
+    from benchmarks.nccl_mirror.mirror import rank_zero
+
+    with rank_zero(2, "fake"):
+        for _ in range(2):
+            gradcast.attach(torch.nn.Linear(2, 2)).detach()
+
+
 @pytest.mark.parametrize("window", [1, 2, 16])
 def test_a_window_is_the_engines(monkeypatch, window):
     monkeypatch.syspath_prepend(str(ROOT))

@@ -260,7 +260,7 @@ def make_group(
 def _left(key: group_pool.Key, shared: Any, rank: int, world_size: int) -> Any:
     """The last process group that nobody uses on any rank, or None. Collective."""
     dropped.end_all(_DROPPED_WITHIN_S)
-    idle = {each.state: each for each in group_pool.idle_groups(key)}
+    idle = {state: each for each in group_pool.idle_groups(key) if (state := each.state) is not None}
     with on_device(key.device), naming("looking for a process group to use again", rank, world_size):
         offers = gather(shared, list(idle), key.device)
     state = next((each for each in reversed(offers[0]) if all(each in others for others in offers)), None)

@@ -36,11 +36,14 @@ class OwnGroup:
     process: int = dataclasses.field(default_factory=os.getpid)
 
     @property
-    def state(self) -> tuple[str, int]:
+    def state(self) -> tuple[str, int] | None:
         """Its name and how many operations this rank has begun. Equal on all ranks, where it is idle and nothing has
-        failed: nothing is on its way in it."""
+        failed: nothing is on its way in it. None: its backend does not count them."""
         backends = (self.process_group._get_backend(each) for each in self.process_group._device_types)
-        return self.process_group.group_name, sum(each._get_sequence_number_for_group() for each in backends)
+        try:
+            return self.process_group.group_name, sum(each._get_sequence_number_for_group() for each in backends)
+        except RuntimeError:
+            return None
 
 
 # In the order in which they were made.
