@@ -159,6 +159,8 @@ CASES: dict[str, Callable[[Rank], Problems]] = {
     "metrics": partial(_as_ddp, metrics=True),
     "SyncBatchNorm and metrics": partial(_as_ddp, norm=nn.SyncBatchNorm, metrics=True),
     "a pinned plan with reduce-scatter and all-gather": _pinned,
+    "at most 2 thread blocks": partial(_as_ddp, max_ctas=2),
+    "registered memory": partial(_as_ddp, register_buffers=True),
     "wire bf16": partial(_narrow, wire="bf16"),
     "wire fp16": partial(_narrow, wire="fp16"),
     "lost connections": partial(_fails, happens=_lose_connections),
@@ -171,6 +173,8 @@ _PROBE = "probe"
 def reason_to_leave_out(case: str, backend: str, device: str) -> str | None:
     if case == "SyncBatchNorm and metrics" and device == "cpu":
         return "SyncBatchNorm takes tensors on a GPU only"
+    if case in ("at most 2 thread blocks", "registered memory") and backend != "nccl":
+        return "that is for NCCL"
     if case.startswith("wire") and backend == "gloo" and device != "cpu":
         return "over Gloo, tensors on a GPU have no narrow wire"
     return None

@@ -87,6 +87,9 @@ def test_the_cases_for_two_ranks_pass_on_the_cpu():
     ended = run("benchmarks.gpu_cases", "--device", "cpu", "--backend", "gloo")
     found = states(ended.stdout)
     assert found.pop("SyncBatchNorm and metrics") == "left out: SyncBatchNorm takes tensors on a GPU only"
+    assert [found.pop(each) for each in ("at most 2 thread blocks", "registered memory")] == 2 * [
+        "left out: that is for NCCL"
+    ]
     assert len(found) == 8
     assert set(found.values()) == {"passed"}, ended.stdout
     assert ended.returncode == 0
