@@ -2,12 +2,14 @@
 
 import gc
 import os
+import weakref
 from unittest import mock
 
 import pytest
 
 import gradcast
 from training import compare
+from training.attached import attach
 from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
@@ -93,6 +95,32 @@ def test_a_forgotten_module_takes_its_thread_along(rank, flushes):
     gc.collect()
     dropped.end_all(10.0)
     return threads_named("gradcast")[others:]
+
+
+@on_ranks(2)
+def test_a_detached_module_is_freed_as_one_without_gradcast(rank, mode):
+    """At once, although the handle is kept: the memory of a device would not wait for the garbage collector."""
+    module = TASKS["convnet"].module(seed=0)
+    optimizer = torch.optim.Adam(module.parameters())
+    handle = attach(module, optimizer, mode)
+    for number in range(6):
+        optimizer.zero_grad()
+        TASKS["convnet"].loss(module, TASKS["convnet"].batch(rank.index, number)).backward()
+        optimizer.step()
+    held = {"module": module, "optimizer": optimizer, "moment": optimizer.state[next(module.parameters())]["exp_avg"]}
+    held |= {"parameter": next(module.parameters()), "buffer": handle._session.buffers.flats[0]}
+    left = {name: weakref.ref(each) for name, each in held.items()}
+    held.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        handle.detach()
+        del module, optimizer
+        found = [name for name, reference in left.items() if reference() is not None]
+    finally:
+        gc.enable()
+    assert handle.stats()["gradient_buffer_bytes"] > 0
+    return found
 
 
 @on_ranks(2)

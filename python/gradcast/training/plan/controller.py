@@ -84,6 +84,12 @@ class PlanController:
     def may_correct_plans(self) -> bool:
         return self._options.adapt and self._options.plan_path is None
 
+    def release(self) -> None:
+        """Leaves the module. What the plan was can still be told."""
+        if self.warmup is not None:
+            self.warmup.release()
+        del self._module
+
     def adopt(self, state: dict[str, Any], here: MeasuredExchange) -> None:
         """Follows the plan of a checkpoint, or one made from its profile if it is of other workers than those of
         ``here``. Collective."""

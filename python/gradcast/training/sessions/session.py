@@ -155,12 +155,14 @@ class Session(SessionBase):
     def release(self, *, leaves: bool, reusable: bool = False) -> None:
         """Removes gradcast from the module and its optimizers, and gradients from the buffers. ``leaves``: no other
         session of this module follows. ``reusable``: see Group.leave."""
-        if self.controller.warmup is not None:
-            self.controller.warmup.release()
+        self.controller.release()
         self._unseen.release()
+        del self._unseen  # this session, which a handle keeps, must not keep the module
         self._steps.release()
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        self._gradients.release()
         if self._module_buffers is not None:
             self._module_buffers.release()
         self._states.release()  # any reference of ours to a view would look like one of the program's

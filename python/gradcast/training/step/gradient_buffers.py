@@ -145,6 +145,7 @@ class GradientBuffers(GradientSizes):
         for index, gradient in self._moving(self._kept()).items():
             self.parameters[index].grad = gradient
         self.flats, self.views, self.reports, self.residuals = [], [], torch.Tensor(), {}
+        self.parameters = [torch.empty_like(each, device="meta") for each in self.parameters]  # their sizes
 
     def flag_all_used(self) -> None:
         """This rank uses every parameter, unless told otherwise. REQUIRES: nothing of the buffers travels."""

@@ -190,6 +190,7 @@ class GradientExchange:
         self._has_begun = False
         self.watch.close()
         self._engine.shutdown()
+        self._transport = None  # it keeps the buffers
 
     def _parameters_of(self, tensors: Iterable[int]) -> list[int]:
         return [self.order[tensor] for tensor in tensors]

@@ -103,6 +103,10 @@ class GradientHooks:
         self._hooks.install([state.parameter for state in self.states])
         return [self._hooks]
 
+    def release(self) -> None:
+        """After the hooks are removed: they keep the buffers."""
+        del self._hooks
+
     def before_forward(self) -> None:
         """Finds post-accumulate hooks of the program, whenever those were registered. They run before ours: they see
         this rank's gradient, as with DDP, and may keep it."""

@@ -115,8 +115,7 @@ class ModuleBuffers:
     def release(self) -> None:
         """Lets go of the gradient buffers."""
         self._layout = None
-        for part in self._parts.values():
-            part.slots = []
+        self._parts.clear()
 
     def _write(self) -> None:
         self._is_written = True

@@ -137,6 +137,7 @@ class OptimizerStateGuard:
         state = self._optimizer.state
         if type(state) is GuardedState:
             self._optimizer.state = collections.defaultdict(dict, dict.items(state))
+        del self._optimizer
 
     def _before_access(self) -> None:
         with self._lock():

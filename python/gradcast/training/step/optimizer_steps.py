@@ -78,6 +78,9 @@ class OptimizerSteps:
         for interception, guard in zip(self._interceptions, self._guards, strict=True):
             interception.remove()
             guard.release()
+        held = (self._interceptions, self._guards, self._optimizers, self._states_of)
+        for each in (*held, self._places, self._others, self._partial, self._left):
+            each.clear()
 
     @property
     def due(self) -> list[ParameterState]:

@@ -186,11 +186,12 @@ class ParameterStates(list[ParameterState]):
             self._by_tensor[id(tensor)] = state
 
     def release(self) -> None:
-        """Nothing waits any more, and no gradient is referred to."""
+        """Nothing waits any more, and no parameter or gradient is referred to."""
         release(self)
         for state in self:
             state.visible_grad = state.update_grad = None
         self._by_tensor.clear()
+        self.clear()
 
 
 def names(states: Sequence[ParameterState]) -> str:

@@ -274,6 +274,9 @@ class StepInterception:
         ]
 
     def remove(self) -> None:
+        """Idempotent."""
+        if not self._active:
+            return
         self._active = False
         for hook in self._state_hooks:
             hook.remove()
@@ -282,6 +285,7 @@ class StepInterception:
                 del self._optimizer.__dict__["step"]
             else:
                 self._optimizer.step = self._before
+        del self._optimizer, self._method  # the function refers to this object, which must not keep the optimizer
 
 
 def intercepted(optimizers: Sequence[Optimizer], on_step: Callable[[int], None]) -> list[StepInterception]:

@@ -75,6 +75,7 @@ class UpdateCallbacks:
             self.remove(callback)
             if callback.on_detach is not None:
                 callback.on_detach()
+        self._parameters = {}
 
     def without_forward(self) -> None:
         for callback in self._callbacks:
