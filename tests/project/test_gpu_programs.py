@@ -1,6 +1,8 @@
 """What benchmarks/gpu_check.sh runs on a GPU, as far as it can be tried without one; which actions are measured."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,21 @@ import gradcast
 from training.needs import torch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_kernels_are_compiled_for_all_devices_since_a100():
+    """And as PTX, which the driver of a later device translates."""
+    path = ROOT / os.environ.get("GRADCAST_BUILD", "build") / "compile_commands.json"
+    listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    commands = [each["command"] for each in listed if each["file"].endswith(".cu")]
+    if not commands:
+        pytest.skip("no kernel is compiled here: that needs nvcc")
+    said = subprocess.run([commands[0].split()[0], "--version"], capture_output=True, text=True, check=True).stdout
+    major, minor = map(int, re.search(r"release (\d+)\.(\d+)", said).groups())
+    newest = 100 if (major, minor) >= (12, 8) else 90  # what nvcc knows
+    for command in commands:
+        codes = {code for each in re.findall(r"code=\[([^]]*)\]", command) for code in each.split(",")}
+        assert codes == {"sm_80", "sm_90", f"sm_{newest}", f"compute_{newest}"}, command
 
 
 def test_time_in_which_the_device_copies_and_computes_counts_once():
