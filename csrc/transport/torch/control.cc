@@ -206,6 +206,7 @@ std::vector<double> Numbers::wait() {
   const c10::OptionalStreamGuard guard(stream_);
   work_->wait();
   if (stream_) on_host_.copy_(everyone_);  // waits
+  work_.reset();                           // it holds the group's connections
   const auto* numbers = on_host_.const_data_ptr<double>();
   return {numbers, numbers + on_host_.numel()};
 }

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -56,6 +57,29 @@ def test_the_threads_of_destroyed_groups_end(rank):
         found.append(gloo_threads())
     # Threads get their name when they run, and are listed for a while after they have ended.
     return None if 0 < found[-1] < found[0] + rounds else found
+
+
+def open_sockets():
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found += os.readlink(each).startswith("socket:")
+    return found
+
+
+@on_ranks(2)
+def test_what_carries_weights_keeps_no_connection_open(rank):
+    """A replica that goes has to close its own."""
+    numbers = extension.load().Numbers(2, torch.device("cpu"))
+    part = dist.new_group([0, 1])
+    numbers.begin(part, rank.index + 0.5)
+    found, before = numbers.wait(), open_sockets()
+    dist.destroy_process_group(part)
+    del part
+    deadline_s = time.monotonic() + 10
+    while open_sockets() >= before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return [] if found == [0.5, 1.5] and open_sockets() < before else [found, before, open_sockets()]
 
 
 @on_ranks(3)
