@@ -154,16 +154,26 @@ def test_a_failure_to_write_is_said_and_leaves_the_last_snapshot(tmp_path, monke
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_forked_child_ends_at_a_signal_that_its_parent_holds_back(tmp_path):
+@pytest.fixture
+def plain_sigterm():
+    """SIGTERM ends the process: commands of the laboratory that have run in it raise SystemExit."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_forked_child_ends_at_a_signal_that_its_parent_holds_back(tmp_path, plain_sigterm):
     module, optimizer, _, _ = parts(tmp_path)
     handle = gradcast.attach(module, optimizer)
     handle.snapshots(tmp_path)
     begun, tells = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(tells, b"!")  # Python forgets a signal that comes while it forks
-        time.sleep(20)
-        os._exit(0)
+        try:
+            os.write(tells, b"!")  # Python forgets a signal that comes while it forks
+            time.sleep(20)
+        finally:
+            os._exit(0)
     os.read(begun, 1)
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
