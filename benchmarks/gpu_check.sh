@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, and a table of what passed as the last thing: benchmarks/gpu_check.sh [FOLDER], which receives
-# the logs and, line by line, the table. What skips itself or is left out has not passed. Where the time is bounded, in several goes:
-# ONLY='training|extension' runs the checks whose names match; configure and compile go on where the last go ended. A
-# check that takes longer than CHECK_S seconds (600) is ended, and has failed.
+# the logs and, line by line, the table. What skips itself or is left out has not passed. Where the time is bounded, in
+# several goes: ONLY='training|extension' runs the checks whose names match; configure and compile go on where the last go
+# ended. A check that takes longer than CHECK_S seconds (600) is ended, and has failed.
 #
 # Needs a device, the CUDA toolkit, cmake, and a Python (PYTHON, else python3) with torch for CUDA, pybind11, pytest and
 # tabulate. GoogleTest and nlohmann-json are the system's, or those that `make gpu-needs` has put into
@@ -103,7 +103,7 @@ done
 for model in ResNet GPT; do
   check "mirror-10-$model" "${mirror[@]}" --gbit 10 --models $model --turns 3 --traces "$logs/traces"
 done
-some=(--gbit 25,100 --ways "alone,DDP 25,hook,gradcast overlap")
+some=(--gbit 25,100 --ways "alone,DDP 25 MiB,gradcast hook,gradcast overlap")
 check mirror-foreach "${mirror[@]}" "${some[@]}" --optimizer foreach
 check mirror-compiled "${mirror[@]}" "${some[@]}" --compiled
 check mirror-compiled-foreach "${mirror[@]}" "${some[@]}" --compiled --optimizer foreach

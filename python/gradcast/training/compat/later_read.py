@@ -18,7 +18,13 @@ class LaterRead:
         """Returns these values (1-d) and the note; on a device those of the last call, None at the first."""
         if not _is_on_device(values):
             return values.tolist(), note
-        before, self._before = self._before, (*_begin_copy(values), note)
+        before = self.take()
+        self._before = (*_begin_copy(values), note)
+        return before
+
+    def take(self) -> tuple[list[float], Any] | None:
+        """Waits for what the next call would return, and forgets it."""
+        before, self._before = self._before, None
         if before is None:
             return None
         host, copied, note = before

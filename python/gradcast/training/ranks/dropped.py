@@ -8,8 +8,10 @@ wait for them, and ends the engine. The next attach, and the end of the program,
 import atexit
 import ctypes
 import dataclasses
+import logging
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -19,8 +21,10 @@ from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training.ranks import group_pool
 
-_WAIT_SLICE_NS = 50_000_000
-_WITHIN_S_AT_EXIT = 1.0
+_log = logging.getLogger("gradcast")
+_POLL_S = 0.02
+# At the end of a program other ranks may still be on their way here, unless this one has failed.
+_WITHIN_S_AT_EXIT, _WITHIN_S_AFTER_FAILURE = 60.0, 1.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,7 +64,7 @@ class EngineUse:
     def end(self) -> None:
         try:
             if not self._has_arrived():
-                group_pool.on_failure(self.group.own)
+                group_pool.leave(self.group.own, reusable=False)
             self.engine.shutdown()
         finally:
             self.engine = self.group = None
@@ -71,16 +75,34 @@ class EngineUse:
         self._hurried.set()
 
     def _has_arrived(self) -> bool:
-        """Waits for what travels. False if that has failed, or can never arrive."""
+        """Waits for the blocks that have started; others lack gradients that will never come. False if that has failed,
+        or is given up."""
+        quiet = 0
+        while quiet < 2:  # the next block may be about to start
+            travelling = self._travelling()
+            quiet = 0 if travelling else quiet + 1
+            if travelling and self._hurried.is_set():
+                _log.warning(
+                    "rank %d gives up %d blocks of a model that was dropped without handle.detach(), since other ranks "
+                    "have not sent their part; call handle.detach() or handle.flush() on all ranks",
+                    self.group.rank,
+                    travelling,
+                )
+                return False
+            if self.engine.busy:
+                time.sleep(_POLL_S)
         try:
-            while self.engine.busy:
-                if self._hurried.is_set() or not all(self.engine.timeline()[-1].ready_ns):
-                    return False
-                self.engine.wait_all(_WAIT_SLICE_NS)
             self.engine.wait([], 0)
         except Error as error:
             return error.code == "invalid_use"  # no iteration has begun
         return True
+
+    def _travelling(self) -> int:
+        """How many blocks have started and not finished. On a device the last two iterations may have some."""
+        if not self.engine.busy:
+            return 0
+        blocks = [block for record in self.engine.timeline()[-2:] for block in record.blocks]
+        return sum(block.launch_ns > 0 and block.finish_ns == 0 for block in blocks)
 
 
 # Dropped, and not ended yet.
@@ -91,17 +113,20 @@ _process = os.getpid()
 def end_all(within_s: float) -> None:
     """Returns when all that was dropped has ended. ``within_s``: afterwards what travels is given up, which takes two
     seconds more at most."""
-    end_s = time.monotonic() + within_s
-    for use in list(_ending):
+    end_s, ending = time.monotonic() + within_s, list(_ending)
+    for use in ending:
         use.thread.join(max(0.0, end_s - time.monotonic()))
+    for use in ending:
         use.hurry()
+    for use in ending:
         use.thread.join()
 
 
 @atexit.register
 def _end_at_exit() -> None:
     if os.getpid() == _process:
-        end_all(_WITHIN_S_AT_EXIT)
+        has_failed = getattr(sys, "last_value", None) is not None
+        end_all(_WITHIN_S_AFTER_FAILURE if has_failed else _WITHIN_S_AT_EXIT)
 
 
 def _in_child() -> None:

@@ -243,13 +243,14 @@ def make_group(
     ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
     key = group_pool.Key(tuple(ranks), timeout, backend, max_ctas, device)
     own = _left(key, shared, rank, world_size) if reuses else None
-    if own is None:
+    is_new = own is None
+    if is_new:
         own = group_pool.new_group(key)
     group = Group(rank, world_size, shared, own, None if timeout is None else timeout.total_seconds(), device)
     if reuses:
         group.dropped = weakref.finalize(group, group_pool.on_dropped, group_pool.find(own))
         group.dropped.atexit = False
-    if device.type == "cuda":
+    if is_new and device.type == "cuda":
         group.connect()
     # Stores outlive groups, and groups of the same name follow each other.
     name = group.from_first(secrets.token_hex(8))

@@ -55,8 +55,8 @@ class StallWatchdog:
         # A strong reference would keep this object, and so the session, alive.
         arguments = (weakref.ref(self), self._use)
         self._use.thread = threading.Thread(target=_watch, args=arguments, name="gradcast-watchdog", daemon=True)
-        self._use.begin(self)
         self._use.thread.start()
+        self._use.begin(self)
 
     @contextlib.contextmanager
     def waiting(self, what: str | None = None) -> Iterator[None]:

@@ -72,6 +72,8 @@ class Session(SessionBase):
             is_complete = self._complete_step()
             if is_complete:
                 self.exchange.wait_until_idle()
+                if self._gradients.clipping is not None:
+                    self._gradients.clipping.check_last_certificate()
             return is_complete
 
     def finish(self, limit_s: float | None = None) -> None:
@@ -156,8 +158,9 @@ class Session(SessionBase):
         """Removes gradcast from the module and its optimizers, and gradients from the buffers. ``leaves``: no other
         session of this module follows. ``reusable``: see Group.leave."""
         self.controller.release()
-        self._unseen.release()
-        del self._unseen  # this session, which a handle keeps, must not keep the module
+        if self._unseen is not None:
+            self._unseen.release()
+        self._unseen = None  # this session, which a handle keeps, must not keep the module
         self._steps.release()
         for handle in self._handles:
             handle.remove()
@@ -166,8 +169,10 @@ class Session(SessionBase):
         if self._module_buffers is not None:
             self._module_buffers.release()
         self._states.release()  # any reference of ours to a view would look like one of the program's
-        self.buffers.move_out()
-        self.exchange.shutdown()
+        try:
+            self.buffers.move_out()  # needs memory
+        finally:
+            self.exchange.shutdown()
         if leaves:
             self.group.leave(reusable=reusable)
         self.released = True

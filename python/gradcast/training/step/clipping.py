@@ -249,21 +249,25 @@ class NormClipping(pending.Owner):
 
     def certify(self) -> None:
         """Sets ``certified`` if clipping certainly changes nothing. On a device the host waits until that is known.
-        REQUIRES: the norms (``index``) have arrived,
-        ``compute_norms`` was called for gradients that have, and all updates of the step are due."""
+        REQUIRES: the norms (``index``) have arrived, ``compute_norms`` was called for gradients that have, and all
+        updates of the step are due."""
         with torch.no_grad():
             self.certified = self._have_expected_layout() and bool(self._certificate.hold(self._bounds(self._norms)))
         self.done = self.certified
 
     def finish_certified(self, step: int) -> None:
         """All gradients of a certified step have arrived: the factor must be 1, or numbers are wrong. On a device that
-        is found out in the next such step, so that the host does not wait."""
+        is found out in the next such step, or in ``check_last_certificate``, so that the host does not wait."""
         factor = self._total_factor(deferred=True)
-        if factor is None:
-            return
-        known = self._proofs.exchange(torch.stack([factor.double(), self.total_norm.double()]), step)
-        if known is not None and known[0][0] != 1.0:
-            (_, norm), step = known
+        if factor is not None:
+            self._check(self._proofs.exchange(torch.stack([factor.double(), self.total_norm.double()]), step))
+
+    def check_last_certificate(self) -> None:
+        self._check(self._proofs.take())
+
+    def _check(self, proof: tuple[list[float], int] | None) -> None:
+        if proof is not None and proof[0][0] != 1.0:
+            (_, norm), step = proof
             raise Error(
                 f"in step {step} gradcast certified that the gradients need no clipping, but their norm is "
                 f"{norm:.9g}, with max_grad_norm={self._max_norm}: a defect of gradcast; updates "
