@@ -1,5 +1,6 @@
 """detach() gives everything back: parameters finished, hooks gone, the optimizer's step and DDP as they were."""
 
+import copy
 import gc
 import os
 import weakref
@@ -134,3 +135,26 @@ def test_a_detached_handle_still_tells(rank):
     twins.handle.flush()
     assert isinstance(twins.handle.timeline(), dict)
     return compare.trees(twins.handle.stats()["step"], before)
+
+
+@on_ranks(2)
+def test_a_closure_may_detach(rank, mode):
+    """Then the optimizer's own step follows, on the gradients that have arrived."""
+    torch.manual_seed(0)
+    module, inputs = torch.nn.Linear(4, 2), torch.ones(3, 4)
+    plain = copy.deepcopy(module)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (module, plain))
+    handle = attach(module, ours, mode)
+
+    def closure(model, optimizer, detaches):
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        if detaches:
+            handle.detach()
+        return loss
+
+    for step in range(6):
+        ours.step(lambda: closure(module, ours, step == 4))  # noqa: B023
+        theirs.step(lambda: closure(plain, theirs, False))
+    return [] if all(map(torch.equal, module.parameters(), plain.parameters())) else ["other numbers"]

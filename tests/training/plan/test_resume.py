@@ -2,12 +2,15 @@
 
 import copy
 import json
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 import gradcast
+from gradcast import _core
 from gradcast.comparison.compare import compute_ns
+from gradcast.training.step.rank_consistency import RankConsistency
 from training import compare
 from training.attached import attach, heard, hosts_of, not_refused
 from training.models import TASKS
@@ -234,3 +237,17 @@ def test_a_plan_that_is_loaded_between_backward_and_step(rank):
             optimizer.step()
         twins.after_step()
     return twins.differences()
+
+
+@pytest.mark.parametrize("hi", [4, 8, 12, 16])
+def test_checksums_are_of_any_number_of_bytes(hi):
+    """The smallest gradients have less than the 8 bytes that are added up at a time."""
+    flat = torch.arange(1.0, 9.0)
+    exchange = SimpleNamespace(buffers=SimpleNamespace(flats=[flat]))
+    block = _core.Block(ranges=[(0, hi)], buffer=0, reason="")
+    before = RankConsistency._checksum(SimpleNamespace(_exchange=exchange), block)
+    for element in range(8):
+        flat[element] += 1
+        changed = RankConsistency._checksum(SimpleNamespace(_exchange=exchange), block)
+        flat[element] -= 1
+        assert (changed != before) == (4 * element < hi)

@@ -247,7 +247,10 @@ class StepInterception:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            on_step()
+            if self._active:
+                on_step()
+            else:  # in the closure's forward pass gradcast has found a changed model, and begun anew or left
+                step_without_hooks(self_)(self_)
             for hook in [*self_._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
                 hook(self_, (self_,), {})
             return loss

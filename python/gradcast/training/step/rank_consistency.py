@@ -85,6 +85,6 @@ class RankConsistency:
             # The plain sum of the words would not notice two that have changed places, and one with even weights would
             # not notice a word's highest bit.
             words = flat[lo:whole].clone().view(torch.int64)
-            weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+            weights = 2 * torch.arange(words.numel(), device=words.device) + 1
             total += int((words * weights).sum()) + int(flat[whole:hi].sum())
         return total % (1 << 64)
