@@ -172,6 +172,7 @@ def test_the_group_inside_of_a_host_is_connected_too(rank):
     device = torch.device("cuda", 0)
     with (
         mock.patch.object(session, "HiddenDdp") as hidden,
+        mock.patch.object(group, "backend_of", return_value="nccl"),
         mock.patch.object(group, "on_device", contextlib.nullcontext),
         mock.patch.object(extension.load(), "connect") as connect,
     ):
@@ -209,6 +210,7 @@ def as_on_a_device(connect):
         mock.patch.object(module_of_attach, "require_backend"),
         mock.patch.object(module_of_attach, "on_device", contextlib.nullcontext),
         mock.patch.object(preflight, "backend_of", return_value="nccl"),
+        mock.patch.object(group, "backend_of", lambda _, kind: "gloo" if kind == "cpu" else "nccl"),
         mock.patch.object(group, "_timeout_of", return_value=TIMEOUT),
         mock.patch.object(group, "on_device", contextlib.nullcontext),
         mock.patch.object(extension.load(), "connect", connect),
@@ -261,8 +263,10 @@ def test_what_blocks_are_carried_out_with_is_carried_out_to_connect(rank):
         for each in [("c10d::allreduce_",), ("c10d::_reduce_scatter_base_", part), ("c10d::_allgather_base_", all_)]
     ]
     narrow = [(f"c10d::{name}", all_) for all_ in whole for name in ("alltoall_base_", "_allgather_base_")]
-    found = operations_of(made.connect), operations_of(made.connect_each_to_each)
-    return [] if found == (plain, narrow) else [found]
+    over_gloo = operations_of(made.connect)
+    with mock.patch.object(group, "backend_of", return_value="nccl"):
+        found = operations_of(made.connect), operations_of(made.connect_each_to_each)
+    return [] if (over_gloo, *found) == ([], plain, narrow) else [over_gloo, found]
 
 
 @on_ranks(3)

@@ -56,8 +56,7 @@ def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) 
     timeout = datetime.timedelta(seconds=_TIMEOUT_S if group.timeout_s is None else group.timeout_s)
     backend = dist.get_backend_config(group.shared)
     inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host", max_ctas)
-    if accepted.device.type == "cuda":
-        Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect()
+    Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect()
     return HiddenDdp(accepted.called, inside, broadcast_buffers=True)
 
 

@@ -137,7 +137,9 @@ class Group:
     def connect(self) -> None:
         """Makes NCCL connect the devices now, so that errors are raised here, and no rank connects anything in
         training. Otherwise it connects them at the first block, since with "cpu:gloo,cuda:nccl" the ranks' agreements
-        go over Gloo. Collective."""
+        go over Gloo. Does nothing over other backends. Collective."""
+        if backend_of(self.shared, self.device.type) != "nccl":
+            return
         with self.naming("connecting the ranks' devices"):
             extension.load().connect(self.own, self.device, each_to_each=False)
 
@@ -250,7 +252,7 @@ def make_group(
     if reuses:
         group.dropped = weakref.finalize(group, group_pool.on_dropped, group_pool.find(own))
         group.dropped.atexit = False
-    if is_new and device.type == "cuda":
+    if is_new:
         group.connect()
     # Stores outlive groups, and groups of the same name follow each other.
     name = group.from_first(secrets.token_hex(8))
