@@ -42,6 +42,11 @@ def held():
     }
 
 
+def has_not_grown(before, after):
+    """What earlier tests of this process have left may end meanwhile."""
+    return all(after[name] <= before[name] for name in before)
+
+
 LOCAL = {"local": 2, "local, inside a round": 12}  # sync_every
 
 
@@ -72,7 +77,7 @@ def test_many_models_end_with_what_one_has(rank, mode, wrap):
         trained(rank, mode, wrap)
         gc.collect()
         seen.append(held())
-    return [] if seen[0] == seen[-1] and seen[0]["engines"] == 0 else seen
+    return [] if has_not_grown(seen[0], seen[-1]) and seen[0]["engines"] == 0 else seen
 
 
 @on_ranks(2)
@@ -87,7 +92,7 @@ def test_a_name_that_is_bound_again_holds_two_models_at_most(rank):
         del kept
     finally:
         gc.enable()
-    return [] if seen[1] == seen[-1] and seen[1]["groups"] == 2 else seen
+    return [] if has_not_grown(seen[1], seen[-1]) and seen[1]["groups"] == 2 else seen
 
 
 @on_ranks(2)
