@@ -209,7 +209,7 @@ class Fragments:
                 piece.momentum.mul_(factor)
 
     def checksum(self, fragment: int) -> torch.Tensor:
-        """Of the global copy: an int64, modulo 2^64, on its device."""
+        """The global copy's checksum modulo 2^64: an int64 tensor of no dimension, on the device."""
         total = torch.zeros((), dtype=torch.int64, device=self.pieces[fragment][0].values.device)
         for piece in self.pieces[fragment]:
             # Words of 8 bytes: a sum of them takes a tenth of the time of one of 4 bytes (on a CPU).

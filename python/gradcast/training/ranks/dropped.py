@@ -50,7 +50,7 @@ class EngineUse:
         self._woken.put(True)
 
     def close(self) -> None:
-        """Whoever closes ends the engine. Idempotent."""
+        """The caller ends the engine itself. Idempotent."""
         self._finalizer.detach()
         self._woken.put(False)
 
