@@ -158,7 +158,7 @@ class Checked {
   // Kernels that use these bytes, on the stream that is current for the test; how far behind them is said by
   // `could_run`.
   size_t use(c10::StreamId stream, int64_t lo, int64_t hi) { return use_all(stream, {{lo, hi}}); }
-  // Of several ranges, by one call.
+  // The same for several ranges, with one call.
   size_t use_all(c10::StreamId stream, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
     std::vector<std::pair<int32_t, gradcast::Range>> places;
     for (const auto& [lo, hi] : ranges)
