@@ -1,9 +1,14 @@
 """options.max_grad_norm: torch's clipping, inside of a step that is carried out later, bit for bit on two ranks."""
 
+import contextlib
 import functools
+from unittest import mock
 
 import pytest
 
+import gradcast
+from gradcast.training.compat import later_read
+from gradcast.training.step.clip_certificate import ClipCertificate
 from training import compare, optimizers
 from training.attached import attach, not_refused
 from training.models import TASKS
@@ -124,3 +129,22 @@ def one_of_two(rank, world_size, max_norm):
 def test_optimizers_of_which_one_leaves_steps_out(ranks, world_size, max_norm):
     """Without clipping, steps of both are certified."""
     assert not any(ranks.run(world_size, one_of_two, world_size, max_norm))
+
+
+@pytest.mark.parametrize("known", ["at once", "later"])
+@on_ranks(2)
+def test_a_certificate_that_was_wrong_is_an_error(rank, known):
+    """On a device that is known in the next certified step, or where the step is flushed."""
+    beside = {"_is_on_device": lambda _: True, "_begin_copy": lambda values: (values.clone(), mock.Mock())}
+    late = mock.patch.multiple(later_read, **beside) if known == "later" else contextlib.nullcontext()
+    module = nn.Linear(4, 4)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    with late, mock.patch.object(ClipCertificate, "hold", return_value=torch.tensor(True)):
+        handle = attach(module, sgd, max_grad_norm=1e-3)
+        for _ in range(4):  # steps 0 to 2 measure
+            sgd.zero_grad()
+            module(torch.ones(2, 4)).sum().backward()
+            sgd.step()
+        with pytest.raises(gradcast.Error, match="in step 3 gradcast certified that the gradients need no clipping"):
+            handle.flush()
+        handle.detach()
