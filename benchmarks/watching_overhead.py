@@ -36,7 +36,7 @@ _LAYERS, _WIDTH = 20, 32
 def always_on_us(rank_count: int) -> float:
     """Median microseconds of one rank's step."""
     buffers, others = (
-        SimpleNamespace(reports=torch.zeros(REPORT_ELEMENTS), any_rank_failed=lambda: torch.zeros(1)) for _ in range(2)
+        SimpleNamespace(reports=torch.zeros(REPORT_ELEMENTS), findings=lambda: torch.zeros(2)) for _ in range(2)
     )
     own = StepReports(buffers, 0, rank_count)
     writers = [StepReports(others, rank, rank_count) for rank in range(1, rank_count)]

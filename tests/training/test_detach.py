@@ -14,12 +14,15 @@ from training.attached import attach
 from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
+from training.sides import differences
 from training.test_copies import hooks_of, not_ordinary
 from training.threads import threads_named
 from training.twins import Twins
 
 pytest.importorskip("training.needs")
 from gradcast.training.ranks import dropped
+
+nn = torch.nn
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -39,6 +42,36 @@ def test_detach_leaves_nothing_behind(rank, mode, wrap):
     assert len(threads_named("gradcast")) == others, "its thread is left"
     assert "gradcast" not in repr(vars(optimizer).get("step", ""))
     return found + not_ordinary(module) + hooks_of(module)
+
+
+DDP_OPTIONS = (
+    {}, {"static_graph": True}, {"static_graph": True, "gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001},
+    {"find_unused_parameters": True}, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}, {"init_sync": False}, {"check_reduction": True},
+)  # fmt: skip
+
+
+def ddp_goes_on(side, options, steps_before):
+    """DDP reduces again after so many steps with gradcast."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    ddp = nn.parallel.DistributedDataParallel(module, **options)
+    side.attach(ddp, optimizer, policy="fifo")
+    if steps_before < 0 and side.handle is not None:
+        side.handle.detach()
+    for number in side.steps(ddp, optimizer):
+        if number == steps_before and side.handle is not None:
+            side.handle.detach()
+    return side.result(module, optimizer)
+
+
+@pytest.mark.parametrize("steps_before", [-1, 0, 4])
+@on_ranks(2)
+def test_ddp_with_any_argument_reduces_again(rank, steps_before, mode):
+    """Detached before the first step, behind the first backward pass, and in mid-run."""
+    found = [(options, differences(rank, ddp_goes_on, mode, options, steps_before)) for options in DDP_OPTIONS]
+    return [f"{options}: {wrong[0]}" for options, wrong in found if wrong]
 
 
 @pytest.mark.parametrize("wrap", [False, True])

@@ -217,6 +217,13 @@ std::vector<int64_t> AccumulationHooks::with_gradient() const {
   return found;
 }
 
+int64_t AccumulationHooks::version() const {
+  int64_t total = 0;
+  for (const Hooked& hooked : hooked_)
+    total += static_cast<int64_t>(static_cast<AccumulateGrad*>(hooked.node.get())->variable._version());
+  return total;
+}
+
 void AccumulationHooks::on_gradient(size_t index) {
   if (!send(index)) call(on_gradient_, index);
 }

@@ -70,6 +70,8 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
 
   // Parameters that have a gradient.
   std::vector<int64_t> with_gradient() const;
+  // The sum of the parameters' versions, which grows with each change that torch notes.
+  int64_t version() const;
 
   // For the hooks. Throws python_error, and what torch throws.
   void on_gradient(size_t index) GC_EXCLUDES(mutex_);

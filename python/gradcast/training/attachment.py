@@ -114,7 +114,7 @@ class Attachment:
 
     def _send_nothing(self) -> None:
         """This rank runs no backward pass in this step, and perhaps no forward pass, while others do."""
-        if self._given.contributes or not self.session.is_synchronizing():
+        if self._given.contributes or not self.session.is_synchronizing:
             raise refused(
                 "no gradients have travelled inside handle.weight(); put it around the backward pass of the step that "
                 "is not in no_sync(), with all samples of the step; only a rank with 0 samples may leave backward out"

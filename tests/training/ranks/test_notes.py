@@ -19,9 +19,9 @@ def report_of(rank, iteration):
     return StepReport(facts, {"backward": 5.5e7 + rank, "loop": 1e6, "forward": 2.25e7 + 10.0 * rank})
 
 
-def buffer_of(dtype, failed=0.0):
+def buffer_of(dtype):
     return SimpleNamespace(
-        reports=torch.zeros(REPORT_ELEMENTS, dtype=dtype), any_rank_failed=lambda: torch.tensor([failed], dtype=dtype)
+        reports=torch.zeros(REPORT_ELEMENTS, dtype=dtype), findings=lambda: torch.zeros(2, dtype=dtype)
     )
 
 
@@ -65,9 +65,9 @@ def test_a_failed_pass_is_told_with_its_iteration():
     for iteration in range(3):
         reports.exchange(None)
         assert reports.failed_iteration is None
-        buffer.any_rank_failed = lambda failed=float(iteration == 2): torch.tensor([failed])
+        buffer.findings = lambda failed=float(iteration == 2): torch.tensor([failed, 0.0])
     reports.exchange(None)
-    assert reports.failed_iteration == 2
+    assert (reports.failed_iteration, reports.differing_iteration) == (2, None)
 
 
 def test_many_ranks_take_turns():

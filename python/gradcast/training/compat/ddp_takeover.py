@@ -3,8 +3,9 @@
 DDP still does everything else: it sends buffers from rank 0 before forward, and its ``no_sync`` and forward work.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,8 +24,34 @@ def check_comm_hooks(ddp: DistributedDataParallel) -> None:
         )
 
 
+class ArmedReducer(torch.distributed.Reducer):
+    """The reducer that a DDP module has in place of its own. It reduces nothing, and notes whether DDP's would.
+
+    ``is_armed``: ``prepare_for_backward`` was called, by DDP's forward or by the program, and no gradients have been
+    reduced since. From then on DDP's reducer acts in any backward pass, whatever its flags are meanwhile.
+    """
+
+    is_armed = False
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        self.is_armed = True
+        super().prepare_for_backward(outputs)
+
+
+@contextlib.contextmanager
+def _making_armed_reducers() -> Iterator[None]:
+    """Inside, DDP makes its reducer of this class."""
+    # A reducer made earlier cannot change its class, and DDP has no parameter for it.
+    own = torch.distributed.Reducer
+    torch.distributed.Reducer = ArmedReducer
+    try:
+        yield
+    finally:
+        torch.distributed.Reducer = own
+
+
 class DdpTakeover:
-    """Until ``give_back()`` DDP reduces nothing.
+    """Until ``give_back()`` DDP reduces nothing. Its reducer is an ArmedReducer.
 
     With ``ddp.join()``, ranks that have run out of inputs shadow DDP's own operations, and cannot shadow gradcast's. So
     DDP has to reduce there: ``joining`` is called before the first operation of such a run, ``joined`` after the last.
@@ -47,7 +74,8 @@ class DdpTakeover:
         ddp.reducer._remove_autograd_hooks()
         # DDP's forward needs a reducer. An empty one keeps neither buckets nor parameters alive.
         nothing = nn.Parameter(torch.zeros(1, device=ddp.device))
-        ddp._ddp_init_helper([nothing], [False], {0: "nothing"}, static_graph=False)
+        with _making_armed_reducers():
+            ddp._ddp_init_helper([nothing], [False], {0: "nothing"}, static_graph=False)
         # With a static graph DDP would reduce at the end of its first backward pass.
         ddp._static_graph_delay_allreduce_enqueued = True
         self.active = True
@@ -90,6 +118,9 @@ class DdpTakeover:
         parameters, expect_sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+        if ddp.static_graph:
+            ddp.reducer._set_static_graph()
+            ddp.logger._set_static_graph()
         self.active = False
 
     def give_back(self) -> None:

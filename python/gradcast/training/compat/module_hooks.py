@@ -20,15 +20,16 @@ _REASON = (
 
 
 class WeakHook:
-    """Calls a method while its object lives: a tensor or a module must not keep its session alive."""
+    """Calls a method while its object lives: a tensor or a module must not keep its session alive. ``first``: its first
+    arguments."""
 
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = weakref.WeakMethod(method)
+    def __init__(self, method: Callable[..., None], *first: Any) -> None:
+        self._method, self._first = weakref.WeakMethod(method), first
 
     def __call__(self, *arguments: Any) -> None:
         method = self._method()
         if method is not None:
-            method(*arguments)
+            method(*self._first, *arguments)
 
 
 class UncopiedHook:

@@ -44,7 +44,7 @@ class _Buffers(Protocol):
 
     reports: torch.Tensor  # (REPORT_ELEMENTS,), of a gradient's dtype
 
-    def any_rank_failed(self) -> torch.Tensor: ...
+    def findings(self) -> torch.Tensor: ...  # two elements: GradientBuffers.findings()
 
 
 class StepReports:
@@ -62,8 +62,9 @@ class StepReports:
         self._on_device = buffers.reports.device.type != "cpu"
         self._sums = LaterRead()
         self.lag = 3 if self._on_device else 2
-        # The last known iteration in which some rank's backward pass failed.
+        # The last known iteration in which some rank's backward pass failed, or the ranks were in different ones.
         self.failed_iteration: int | None = None
+        self.differing_iteration: int | None = None
 
     def exchange(self, own: StepReport | None) -> list[StepReport] | None:
         """Call this once at the start of each iteration. REQUIRES: nothing is in flight, or, on a device, the current
@@ -79,14 +80,17 @@ class StepReports:
 
     def _read(self) -> None:
         written_at = self._iteration - 1
-        sums = torch.cat([self._buffers.reports, self._buffers.any_rank_failed()])
+        sums = torch.cat([self._buffers.reports, self._buffers.findings()])
         known = self._sums.exchange(sums, written_at)
         if known is not None:
             self._decode(*known)
 
     def _decode(self, values: Sequence[float], written_at: int) -> None:
-        if values[REPORT_ELEMENTS] > 0:
+        failed, differing = values[REPORT_ELEMENTS:]
+        if failed > 0:
             self.failed_iteration = written_at
+        if differing > 0:
+            self.differing_iteration = written_at
         first = self._turn(written_at) * _RANKS_PER_TURN
         for rank in range(first, min(first + _RANKS_PER_TURN, self._world_size)):
             start = (rank - first) * _ELEMENTS_PER_RANK

@@ -81,7 +81,9 @@ class SessionBase(TrainingSession):
                 self._states, self.buffers, options, group.world_size, self._weights.factor
             )
         travelling = None if sent_along is None else self._module_buffers
-        self._gradients = GradientHooks(self._states, self.exchange, self._weights, self._clipping, travelling)
+        self._gradients = GradientHooks(
+            self._states, self.exchange, self._weights, self._clipping, travelling, self._consistency
+        )
         by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
         self._steps = OptimizerSteps(
             optimizers, self._gradients, self.trace, self._waits, self._warn_once, by_value, callbacks

@@ -9,11 +9,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import refused
+from gradcast.training.step.gradient_listener import ForwardPass
 
 
 class NoSyncBlocks:
     """The open no_sync() blocks of one attachment. They also set the switches of its DDP modules, which then send no
-    buffers."""
+    buffers.
+
+    For a bare module a pass is inside of a block or outside, forward and backward alike. Around a DDP module the decision
+    is DDP's: its forward arms the reducer, which reduces the next backward pass, whatever block that is in. Of further
+    passes through the outputs of that forward DDP reduces none, and gradcast those outside of the blocks.
+    """
 
     def __init__(self, ddps: Iterable[DistributedDataParallel] = ()) -> None:
         # A handle that the program keeps must not keep its DDP alive.
@@ -34,9 +40,28 @@ class NoSyncBlocks:
                 ddp.require_backward_grad_sync = True
 
     @property
-    def is_synchronizing(self) -> bool:
-        """Whether gradients travel: outside of this handle's no_sync() and of DDP's own."""
-        return self._open_count == 0 and all(ddp.require_backward_grad_sync for ddp in self._ddps)
+    def is_open(self) -> bool:
+        """Whether a block is open, of this handle or of DDP."""
+        return self._open_count > 0 or not all(ddp.require_backward_grad_sync for ddp in self._ddps)
+
+    def reduces(self, forward: ForwardPass | None) -> bool:
+        """Whether the backward pass that runs is reduced. ``forward``: whose output it goes through, if that was seen.
+        Raises Error(invalid_use) for a bare module whose forward pass was inside of a block and whose backward is not,
+        or the other way round."""
+        outside = forward is not None and forward.synchronizes
+        if self._ddps:
+            return all(ddp.reducer.is_armed for ddp in self._ddps) or (outside and not self.is_open)
+        if forward is not None and outside == self.is_open:
+            raise refused(
+                f"this backward pass runs {'inside' if outside else 'outside'} of handle.no_sync(), and its forward pass "
+                f"ran {'outside' if outside else 'inside'} of it; put both into the block, or both behind it"
+            )
+        return not self.is_open
+
+    def on_reduced(self) -> None:
+        """A backward pass was reduced; the next one needs a forward pass that arms the reducer again."""
+        for ddp in self._ddps:
+            ddp.reducer.is_armed = False
 
 
 class CollectiveFence:

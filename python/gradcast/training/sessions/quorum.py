@@ -77,8 +77,9 @@ class QuorumSession(Session):
         super().__init__(*parts)
         self.exchange.watch.explains = False
 
-    def is_synchronizing(self) -> bool:
-        return not self._has_failed and super().is_synchronizing()
+    @property
+    def sends(self) -> bool:
+        return not self._has_failed and super().sends
 
     def on_backward_begin(self) -> None:
         if self._has_failed:  # while it waited for gradients of the pass before

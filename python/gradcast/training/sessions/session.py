@@ -31,6 +31,7 @@ from gradcast.training.sessions.base import SessionBase
 from gradcast.training.sessions.kinds import Setup
 from gradcast.training.step import parameter_state, pending, residuals
 from gradcast.training.step.early_clipping import EarlyClipping
+from gradcast.training.step.gradient_listener import ForwardPass
 from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.weights import GivenWeights
@@ -232,8 +233,20 @@ class Session(SessionBase):
 
     # --- Backward (gradient_listener.Listener) ---
 
+    @property
+    def sends(self) -> bool:
+        return not self.ddp_reduces
+
+    @property
     def is_synchronizing(self) -> bool:
-        return not self.ddp_reduces and self.no_sync_blocks.is_synchronizing
+        """Whether a forward pass that runs now is to be reduced."""
+        return self.sends and not self.no_sync_blocks.is_open
+
+    def reduces(self, forward: ForwardPass | None) -> bool:
+        return self.sends and self.no_sync_blocks.reduces(forward)
+
+    def signature(self, version: int, forward: ForwardPass | None) -> Sequence[float]:
+        return self._consistency.begin_pass(version, forward)
 
     def on_backward_begin(self) -> None:
         with self._lock:
@@ -257,7 +270,7 @@ class Session(SessionBase):
             self._change_layout(lambda: self.controller.begin_iteration(start_ns, weights))
             measuring, on_baseline = self.controller.warmup is not None, self.controller.phase.on_baseline
             self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
-            self._consistency.check(self.controller.step_reports.failed_iteration)
+            self._consistency.check(self.controller.step_reports)
             self._weights.begin_step(len(self._states))
             self._iteration = self.exchange.begin()
             plan, profile = self.exchange.plan, self.exchange.profile
@@ -274,6 +287,7 @@ class Session(SessionBase):
 
     def on_backward_end(self) -> None:
         with self._lock:
+            self.no_sync_blocks.on_reduced()
             now_ns = self.trace.now()
             self._steps.stream.follow_caller()  # autograd calls this on the stream of backward()
             self.trace.span("backward", self.trace.current.start_ns, now_ns)
@@ -353,7 +367,7 @@ class Session(SessionBase):
             if self._gradients.open and not self._gradients.all_sent:
                 self._gradients.wait_for_all()  # the pass has failed, and other ranks wait for what it has not sent
             needed = self._gradients.is_backward_expected(module)
-            synchronizing = self.is_synchronizing() and torch.is_grad_enabled()
+            synchronizing = self.is_synchronizing and torch.is_grad_enabled()
             self._module_buffers.before_forward(module, synchronizing=synchronizing, needed=needed)
 
     def before_borrowed_forward(self, module: nn.Module) -> None:
@@ -362,7 +376,7 @@ class Session(SessionBase):
             self._module_buffers.before_borrowed_forward(module)
 
     def after_borrowed_forward(self, module: nn.Module, output: Any) -> None:
-        self._gradients.watch_output(module, output)
+        self._watch_output(module, output)
         if self._module_buffers is not None and torch._C._current_graph_task_id() == -1:
             self._module_buffers.after_borrowed_forward(module)
 
@@ -370,7 +384,11 @@ class Session(SessionBase):
         self._forward_end_ns = self.trace.now()
         if self.controller.warmup is not None:
             self.controller.warmup.forward_ended(output)
-        self._gradients.watch_output(module, output)
+        self._watch_output(module, output)
+
+    def _watch_output(self, module: nn.Module, output: Any) -> None:
+        forward = ForwardPass(synchronizes=not self.no_sync_blocks.is_open, training=module.training)
+        self._gradients.watch_output(module, output, forward)
 
     def _warn_if_forward_unseen(self) -> None:
         if not self._forward_seen:

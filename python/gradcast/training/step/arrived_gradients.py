@@ -12,6 +12,7 @@ from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
 from gradcast.training.step.parameter_state import LocallyUnused, ParameterState, ParameterStates
+from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.weights import StepWeights
 
 # More steps than a loop that alternates between frozen parts leaves one frozen, and more than a warm-up takes.
@@ -21,14 +22,17 @@ _LONG_FROZEN_STEPS = 64
 class ArrivedGradients:
     """``long_frozen``: ids of parameters that have been frozen on all ranks for many steps in a row."""
 
-    def __init__(self, states: ParameterStates, buffers: GradientBuffers, weights: StepWeights) -> None:
-        self._states, self._buffers, self._weights = states, buffers, weights
+    def __init__(
+        self, states: ParameterStates, buffers: GradientBuffers, weights: StepWeights, consistency: RankConsistency
+    ) -> None:
+        self._states, self._buffers, self._weights, self._consistency = states, buffers, weights, consistency
         self.long_frozen: set[int] = set()
 
     def settle(self, states: list[ParameterState]) -> None:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
         gradients have arrived."""
         native = extension.load()
+        self._consistency.on_arrival(states[0].index)
         self.finish(states)
         unused = native.with_field(states, "locally_unused", None, False)
         for state, usage in zip(unused, self._buffers.usage([state.index for state in unused]), strict=True):

@@ -5,9 +5,11 @@ allocated once; only the order of the views changes.
 
 Each gradient is followed by its **usage flag**, one element: 1 if this rank has used the parameter, a small number if
 it could have, 0 if the parameter is frozen. The flag is reduced with the gradient, so the sum tells whether any rank
-has used the parameter, without a collective of its own. The flag of the largest gradient is followed by the elements of
-the **step reports** (step_reports.py). Zeros fill up to the next multiple of ALIGNMENT_BYTES. Gradients begin at such
-multiples, and so do blocks that do not cut a gradient.
+has used the parameter, without a collective of its own. The flag is followed by the **signature** of the backward pass
+(rank_consistency.py), which is the same behind all gradients, so that the first ones that arrive show whether the ranks
+are in the same pass; for most sizes it takes elements that the alignment leaves free. That of the largest gradient is
+followed by the elements of the **step reports** (step_reports.py). Zeros fill up to the next multiple of
+ALIGNMENT_BYTES. Gradients begin at such multiples, and so do blocks that do not cut a gradient.
 
 With 8-bit numbers on the wire, fp32 gradients consist of **groups** of GROUP_ELEMENTS, as do flag and reports behind
 them. Blocks cut no group, so the numbers that a group sends do not depend on the plan. What rounding has taken from a
@@ -33,6 +35,7 @@ ALIGNMENT_BYTES = 32
 # Names of tensors that travel with the gradients and are none begin with this.
 PASSENGER_PREFIX = "gradcast."
 GROUP_ELEMENTS = 128  # kInt8GroupElements in int8_group.h
+SIGNATURE_ELEMENTS = 6
 # The flags of all ranks that could have used a parameter sum to less than that of one that has; fp16 and bf16 hold it.
 _UNUSED = 2.0**-14
 _ALL_UNUSED_MAX = 0.5
@@ -82,7 +85,7 @@ class GradientSizes:
         return _multiple(count, GROUP_ELEMENTS) if self.has_groups(index) else count
 
     def elements_of(self, index: int) -> int:
-        """Elements of the gradient, its usage flag, the step reports (of one parameter), and padding."""
+        """Elements of the gradient, its usage flag, the signature, the step reports (of one parameter), and padding."""
         count = self.flag_offset_of(index) + self._marks_of(index)
         alignment = ALIGNMENT_BYTES // self.parameters[index].element_size()
         return _multiple(count, GROUP_ELEMENTS if self.has_groups(index) else alignment)
@@ -95,8 +98,8 @@ class GradientSizes:
         return self.parameters[index].element_size() * (GROUP_ELEMENTS if self.has_groups(index) else 1)
 
     def _marks_of(self, index: int) -> int:
-        """The usage flag and the step reports, if this parameter has them."""
-        return 1 + (REPORT_ELEMENTS if index == self.reports_index else 0)
+        """The usage flag, the signature, and the step reports, if this parameter has them."""
+        return 1 + SIGNATURE_ELEMENTS + (REPORT_ELEMENTS if index == self.reports_index else 0)
 
 
 class GradientBuffers(GradientSizes):
@@ -129,6 +132,8 @@ class GradientBuffers(GradientSizes):
         self.addresses: list[int] = []  # of the views when they were made; `grad.data = ...` gives a view other memory
         self.apart: set[int] = set()  # parameters whose .grad has memory of its own
         self._flag_offsets: list[torch.Tensor] = []  # by buffer: the offsets of its usage flags
+        self._mark_offsets: list[torch.Tensor] = []  # by buffer: the same with those of the signatures behind them
+        self._marks: dict[tuple[int, tuple[float, ...]], torch.Tensor] = {}  # by buffer and signature: what lies there
         self.offsets = [0] * len(self.parameters)  # by parameter: of its gradient, in elements
         self._members: list[list[int]] = []  # by buffer: its parameters, in the order of the offsets
         self.reports = torch.Tensor()  # REPORT_ELEMENTS elements
@@ -147,10 +152,21 @@ class GradientBuffers(GradientSizes):
         self.flats, self.views, self.reports, self.residuals = [], [], torch.Tensor(), {}
         self.parameters = [torch.empty_like(each, device="meta") for each in self.parameters]  # their sizes
 
-    def flag_all_used(self) -> None:
-        """This rank uses every parameter, unless told otherwise. REQUIRES: nothing of the buffers travels."""
-        for flat, offsets in zip(self.flats, self._flag_offsets, strict=True):
-            flat.index_fill_(0, offsets, 1.0)
+    def flag_all_used(self, signature: Sequence[float] | None = None) -> None:
+        """This rank uses every parameter, unless told otherwise. ``signature``: of its backward pass, SIGNATURE_ELEMENTS
+        numbers; None if it has none. REQUIRES: nothing of the buffers travels."""
+        values = 1.0, *(signature or (0.0,) * SIGNATURE_ELEMENTS)
+        for buffer, (flat, offsets) in enumerate(zip(self.flats, self._mark_offsets, strict=True)):
+            marks = self._marks.get((buffer, values))
+            if marks is None:
+                marks = torch.tensor(values, dtype=flat.dtype, device=flat.device).repeat(len(offsets) // len(values))
+                self._marks[buffer, values] = marks
+            flat.index_copy_(0, offsets, marks)
+
+    def signature(self, index: int) -> torch.Tensor:
+        """The sum of the ranks' signatures, SIGNATURE_ELEMENTS elements. REQUIRES: this gradient has arrived."""
+        behind_flag = self.offsets[index] + self.flag_offset_of(index) + 1
+        return self.flats[self.buffer_of[index]][behind_flag : behind_flag + SIGNATURE_ELEMENTS]
 
     def flag_unused(self, index: int, *, frozen: bool) -> None:
         self._set_flag(index, 0.0 if frozen else self._unused)
@@ -182,12 +198,13 @@ class GradientBuffers(GradientSizes):
             segments.append((lo + self.flag_offset_of(index), self._marks_of(index), True, index % self._world_size))
         return segments
 
-    def any_rank_failed(self) -> torch.Tensor:
-        """Whether a backward pass of any rank has failed: one element, 1 or 0, of the reports' dtype. REQUIRES: all
-        gradients have arrived."""
+    def findings(self) -> torch.Tensor:
+        """Two elements, 1 or 0, of the reports' dtype: whether a backward pass of any rank has failed, and whether the
+        ranks were in different ones. REQUIRES: all gradients have arrived."""
         flags = (flat.index_select(0, at) for flat, at in zip(self.flats, self._flag_offsets, strict=True))
         failed = [each.sum(0, keepdim=True).isnan() for each in flags]  # flags are not negative: nothing else gives NaN
-        return (failed[0] if len(failed) == 1 else torch.cat(failed).any(0, keepdim=True)).to(self.reports.dtype)
+        failed = failed[0] if len(failed) == 1 else torch.cat(failed).any(0, keepdim=True)
+        return torch.cat([failed, differ(self.signature(self.reports_index))[None]]).to(self.reports.dtype)
 
     def usage(self, indices: Sequence[int]) -> list[Usage]:
         """What all ranks together have done with these parameters, the same on every rank. On a device the host waits
@@ -255,7 +272,8 @@ class GradientBuffers(GradientSizes):
             flag = lo + self.flag_offset_of(index)
             self.views[index] = _view(self.flats[buffer], lo, parameter)
             if index == self.reports_index:
-                self.reports = self.flats[buffer][flag + 1 : flag + 1 + REPORT_ELEMENTS]
+                reports_lo = flag + 1 + SIGNATURE_ELEMENTS
+                self.reports = self.flats[buffer][reports_lo : reports_lo + REPORT_ELEMENTS]
             width = parameter.element_size()
             ends_bytes = (lo + parameter.numel()) * width, end * width
             layout.append(GradientRange(self.names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
@@ -264,6 +282,8 @@ class GradientBuffers(GradientSizes):
         self.addresses = [view.data_ptr() for view in self.views]
         self.layout = tuple(layout)
         self._flag_offsets = [torch.tensor(at, device=flat.device) for at, flat in zip(flags, self.flats, strict=True)]
+        behind = [torch.arange(1 + SIGNATURE_ELEMENTS, device=at.device) for at in self._flag_offsets]
+        self._mark_offsets = [(at[:, None] + k).view(-1) for at, k in zip(self._flag_offsets, behind, strict=True)]
         for index, gradient in moving.items():
             self.views[index].copy_(gradient)
             self.parameters[index].grad = self.views[index]
@@ -299,6 +319,12 @@ class GradientBuffers(GradientSizes):
         with torch._C.DisableTorchFunctionSubclass():
             pairs = enumerate(self._pairs())
             return {i: view.clone() for i, (view, p) in pairs if p.grad is view and i not in kept}
+
+
+def differ(signature: torch.Tensor) -> torch.Tensor:
+    """Whether the ranks' signatures, of which this is the sum, differ: some rank has marked a fact, and another one the
+    opposite, which lies beside it. No rounding of a sum hides that."""
+    return torch.minimum(signature[::2], signature[1::2]).amax() > 0
 
 
 def _usage(total: float) -> Usage:

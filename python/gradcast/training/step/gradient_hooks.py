@@ -29,7 +29,7 @@ from gradcast.training.step.arrived_gradients import ArrivedGradients
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
-from gradcast.training.step.gradient_listener import Listener
+from gradcast.training.step.gradient_listener import ForwardPass, Listener
 from gradcast.training.step.module_buffers import ModuleBuffers
 from gradcast.training.step.parameter_state import (
     LocallyUnused,
@@ -40,6 +40,7 @@ from gradcast.training.step.parameter_state import (
     stale_read,
     used_inside_backward,
 )
+from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.weights import StepWeights
 
 _NO_TASK = -1  # autograd's task id outside of backward
@@ -73,6 +74,7 @@ class GradientHooks:
         weights: StepWeights,
         clipping: NormClipping | None,
         module_buffers: ModuleBuffers | None,
+        consistency: RankConsistency,
     ) -> None:
         """``module_buffers``: those that travel with the gradients."""
         self.states, self.exchange, self.weights, self.clipping = states, exchange, weights, clipping
@@ -84,6 +86,7 @@ class GradientHooks:
         self._open_task = _NO_TASK  # the one that has made the open gradients
         self._ended_task = _NO_TASK  # the last one that has ended with gradients
         self._checked_task = _NO_TASK  # the last one before which accumulated gradients were checked
+        self._through: tuple[int, ForwardPass] | None = None  # a backward pass, and the forward pass that it belongs to
         self._hooked_by_program: list[ParameterState] = []
         self._used_unsynchronized: set[int] = set()  # parameters used by backward passes inside no_sync()
         self._forward_thread = threading.get_ident()  # of the last forward pass
@@ -93,7 +96,7 @@ class GradientHooks:
         self._places: list[Any] = []  # what the hooks know of the layout
         self.open = False
         self.values_used = False
-        self.arrived = ArrivedGradients(states, exchange.buffers, weights)
+        self.arrived = ArrivedGradients(states, exchange.buffers, weights, consistency)
 
     def install(self, listener: Listener) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks."""
@@ -117,7 +120,7 @@ class GradientHooks:
         self._hooked_by_program = [each for each in found if each.parameter._post_accumulate_grad_hooks != {}]
         self._buffers.keep_apart(state.index for state in self._hooked_by_program)
 
-    def watch_output(self, module: nn.Module, output: Any) -> None:
+    def watch_output(self, module: nn.Module, output: Any, forward: ForwardPass) -> None:
         """Notices the start of backward at what a forward pass of ``module`` has returned, before any gradient exists.
 
         If backward goes another way (a loss that the module keeps to itself), the first gradient shows it.
@@ -127,7 +130,7 @@ class GradientHooks:
             self._forward_thread = threading.get_ident()
         for state in self._hooked_by_program:
             state.forward_version = None if state.is_update_due else state.parameter._version
-        hook = WeakHook(self._on_backward_start)
+        hook = WeakHook(self._on_backward_start, forward)
         with_graph = [tensor for tensor in pending.tensors_in(output) if tensor.grad_fn is not None]
         for tensor in with_graph:
             tensor.register_hook(hook)
@@ -188,18 +191,28 @@ class GradientHooks:
     def forget_unsynchronized(self) -> None:
         self._used_unsynchronized.clear()
 
-    def _on_backward_start(self, _: torch.Tensor) -> None:
+    def _on_backward_start(self, forward: ForwardPass, _: torch.Tensor) -> None:
         listener = self.listener
         task = torch._C._current_graph_task_id()
-        if listener is None or task == self._task:
+        if listener is None or (task == self._task and self._through is not None and self._through[1] == forward):
+            return
+        reduces = listener.reduces(forward)
+        if self._through is None or self._through[0] != task or forward.synchronizes:
+            self._through = task, forward
+        if task == self._task:
             return
         listener.stop_watching_reads()
-        if listener.is_synchronizing():
+        if reduces:
             self._await_end(task)
             self._keep_accumulated_apart()
         if self.open:
             # A second backward pass before step(): autograd adds to these gradients, so they must have arrived.
             listener.wait_for_gradients()
+
+    def _forward(self) -> ForwardPass | None:
+        """The forward pass that the backward pass that runs belongs to, if it has come through its output."""
+        running = self._task, torch._C._current_graph_task_id()
+        return self._through[1] if self._through is not None and self._through[0] in running else None
 
     def _await_end(self, task: int) -> None:
         self._task = task
@@ -212,7 +225,7 @@ class GradientHooks:
             raise stale_read(state)
         if state.forward_version is not None and state.parameter._version != state.forward_version:
             raise used_inside_backward(state)
-        if not self.listener.is_synchronizing():
+        if not self.listener.reduces(self._forward()):
             self._refuse_travelling(state)
             self._used_unsynchronized.add(state.index)
             return
@@ -255,18 +268,20 @@ class GradientHooks:
 
     def _open_step(self, first: ParameterState | None = None) -> None:
         """Opens a step. ``first``: its first gradient."""
-        self.listener.on_backward_begin()
+        listener = self.listener
+        listener.on_backward_begin()
         self._graphs.clear()
-        if not self.listener.is_synchronizing():
+        if not listener.sends:
             return  # what failed is reported, and no gradient of this step travels
         if self._task != self._checked_task:
             self._keep_accumulated_apart(first)
-        self._buffers.flag_all_used()
+        counts = first is not None and self.weights.scale != 0
+        self._buffers.flag_all_used(listener.signature(self._hooks.version(), self._forward()) if counts else None)
         self.exchange.on_flags_written()
         parameter_state.begin_step(self.states)
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
-            self._send_tensor(self._module_buffers.index, self.listener, used=True)
+            self._send_tensor(self._module_buffers.index, listener, used=True)
 
     def _arm(self) -> None:
         """Lets the hooks send what is ordinary in the backward pass that runs."""

@@ -1,15 +1,33 @@
 """What the gradients need of the session that they belong to."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 from gradcast.training.step import pending
 
 
+@dataclasses.dataclass(frozen=True)
+class ForwardPass:
+    """The settings of a forward pass, for the backward pass through its output. ``synchronizes``: it ended outside of
+    no_sync(). ``training``: the module's flag."""
+
+    synchronizes: bool
+    training: bool
+
+
 class Listener(pending.Owner, Protocol):
     """A session, which also owns pending gradients."""
 
-    def is_synchronizing(self) -> bool:
-        """Whether the gradients of this backward pass travel: not inside no_sync()."""
+    @property
+    def sends(self) -> bool:
+        """False while DDP reduces the gradients, and after a failure that ends the session."""
+
+    def reduces(self, forward: ForwardPass | None) -> bool:
+        """Whether the backward pass that runs is reduced. ``forward``: whose output it goes through, if known."""
+
+    def signature(self, version: int, forward: ForwardPass | None) -> Sequence[float]:
+        """The marks of a backward pass that begins. ``version``: of all parameters."""
 
     @property
     def times_gradients(self) -> bool:

@@ -1,9 +1,17 @@
-"""Errors after which the ranks' parameters differ: damaged sums, and backward passes that fail on some ranks only.
+"""Errors after which the ranks' parameters differ: damaged sums, backward passes that fail on some ranks only, and passes
+that only some ranks run.
 
 The error is raised by the operation that finds it and by every later step: training must not go on with such ranks.
 
+A rank that runs a pass more than the others (for saliency maps, say) averages its gradients with those of the others' next
+pass, and nobody has to wait. So each pass has a **signature**: whether the module is in training mode, and how many passes
+were reduced since the parameters last changed, modulo 4. It is sent behind each gradient (gradient_buffers.py) as three bits,
+each as two elements: the bit and its opposite. If the sums of both are above 0, ranks differ.
+
 Thread safety: under the session's lock.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -11,9 +19,16 @@ from gradcast import _core
 from gradcast.errors import Error, refused
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.step_reports import StepReports
+from gradcast.training.step.gradient_buffers import differ
 from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.gradient_listener import ForwardPass
 
 _NAMES_SHOWN = 3
+_ONE_PASS = (
+    "Run what only some ranks compute (saliency maps, Fisher information) under no_sync(), forward included, or past a "
+    "DistributedDataParallel (ddp.module); end this training, and continue from the last checkpoint"
+)
 
 
 class RankConsistency:
@@ -25,16 +40,48 @@ class RankConsistency:
         self._compare_every = compare_every
         self._error: Error | None = None
         self._failed_here: set[int] = set()  # iterations in which this rank's own backward pass has failed
+        self._version: int | None = None  # of the parameters when the last pass began
+        self._passes = 0  # that were reduced with these parameters, before the one that is open
+        self._is_unchecked = False  # the signature of the open pass
 
     def on_backward_failure(self, iteration: int) -> None:
         self._failed_here.add(iteration)
 
-    def check(self, failed_iteration: int | None) -> None:
-        """At the beginning of an iteration. ``failed_iteration``: the last one in which some rank's backward failed.
+    def begin_pass(self, version: int, forward: ForwardPass | None) -> Sequence[float]:
+        """The signature of a pass that begins. ``version``: changes whenever a parameter does. ``forward``: whose output
+        it goes through; the mode of one that was not seen is not compared."""
+        self._passes = self._passes + 1 if version == self._version else 0
+        self._version, self._is_unchecked = version, self._exchange.buffers.reports.is_cpu
+        mode = (0.0, 0.0) if forward is None else (float(forward.training), float(not forward.training))
+        bits = self._passes & 1, self._passes >> 1 & 1
+        return *mode, *(float(each) for bit in bits for each in (bit, 1 - bit))
+
+    def on_arrival(self, index: int) -> None:
+        """The gradient of this parameter has arrived. Raises, on every rank, if the ranks are in different passes. On a
+        device, ``check`` finds that later, so that the host need not wait."""
+        if not self._is_unchecked:
+            return
+        if bool(differ(self._exchange.buffers.signature(index))):
+            self._error = self._error or refused(
+                f"this is backward pass number {self._passes + 1} of this rank since its parameters last changed, and "
+                "another rank is in another one, or in another mode (train() or eval()): their gradients do not belong "
+                f"together. {_ONE_PASS}"
+            )
+            raise self._error
+        self._is_unchecked = False
+
+    def check(self, reports: StepReports) -> None:
+        """At the beginning of an iteration, from what the ranks have reported.
 
         A failure on all ranks may be caught by all, and nothing has happened. A failure on some of them leaves the
         others with partial sums.
         """
+        failed_iteration = reports.failed_iteration
+        if reports.differing_iteration is not None and self._error is None:
+            self._error = refused(
+                f"in iteration {reports.differing_iteration} the ranks were in different backward passes, or in different "
+                f"modes (train() or eval()), and have used the sum. {_ONE_PASS}"
+            )
         if failed_iteration is not None and failed_iteration not in self._failed_here and self._error is None:
             self._error = refused(
                 f"in iteration {failed_iteration} the backward pass of another rank failed, so its gradients are "
