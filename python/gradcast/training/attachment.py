@@ -18,7 +18,7 @@ from gradcast.training.acceptance import check_optimizers, check_owners, trainab
 from gradcast.training.compat import fork
 from gradcast.training.compat.ddp_takeover import DdpTakeover
 from gradcast.training.compat.module_hooks import InputsHook, UncopiedHook, around_forward
-from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call
+from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call, refuse_pipeline
 from gradcast.training.plan.balancing import Balancing, SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.sessions.kinds import Setup
 from gradcast.training.sessions.session import Session, is_evaluation
@@ -136,6 +136,7 @@ class Attachment:
             raise self._failure
         if self.session.released:  # in a forked child
             return
+        refuse_pipeline()
         if torch.is_grad_enabled():
             self._refuse_other_ddp()
         frozen = self.session.long_frozen - self._thawed

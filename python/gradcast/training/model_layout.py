@@ -1,5 +1,5 @@
 """Notices, within microseconds per forward pass, that a module's parameters, their types or their optimizers have
-changed, and that a forward pass only borrows the module for other tensors."""
+changed, that a forward pass only borrows the module for other tensors, and that it is one of a pipeline's stage."""
 
 import itertools
 import sys
@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from gradcast.errors import refused
 from gradcast.training.compat import extension
 
 _STATELESS = "torch.nn.utils.stateless"
+_PIPELINE_STAGE = "torch.distributed.pipelining.stage"
 
 
 class ModelLayout:
@@ -58,9 +60,24 @@ class ModelLayout:
 
 def in_functional_call() -> bool:
     """Whether torch.func.functional_call() runs this forward pass, with other tensors in place of the module's own."""
-    frame = sys._getframe(1)
+    return _runs_this(_STATELESS)
+
+
+def refuse_pipeline() -> None:
+    """Raises Error(invalid_use) if a pipeline's stage runs this forward pass."""
+    if _runs_this(_PIPELINE_STAGE):
+        raise refused(
+            "this module is a stage of a pipeline (torch.distributed.pipelining), whose schedules make some gradients "
+            "without the hooks that gradcast, like DDP, waits for, so the ranks would drift apart; call "
+            "handle.detach(), and average the stage's gradients behind schedule.step()"
+        )
+
+
+def _runs_this(module: str) -> bool:
+    """Whether a function of this module of Python's has led here."""
+    frame = sys._getframe(1) if module in sys.modules else None
     while frame is not None:
-        if frame.f_globals.get("__name__") == _STATELESS:
+        if frame.f_globals.get("__name__") == module:
             return True
         frame = frame.f_back
     return False

@@ -91,10 +91,10 @@ def flags(dtype, world_size=2):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_of_usage_flags_shows_a_failure(dtype):
     buffers, other = flags(dtype), flags(dtype)
-    assert buffers.any_rank_failed().tolist() == [0.0]
+    assert buffers.findings().tolist() == [0.0, 0.0]
     other.flag_failed(0)
     buffers.flats[0] += other.flats[0]
-    assert buffers.any_rank_failed().tolist() == [1.0]
+    assert buffers.findings().tolist() == [1.0, 0.0]
     assert buffers.usage([0, 1, 2]) == [Usage.FAILED, Usage.USED, Usage.USED]
 
 

@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
+from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS, SIGNATURE_ELEMENTS
 from training import compare, optimizers
 from training.attached import attach, heard, hosts_of, not_refused
 from training.int8_mean import Int8Mean
@@ -277,9 +277,10 @@ def test_statistics_tell_what_travels(rank):
         ours = Ours("mixed64", "sgd plain", rank.index, wire=wire)
         ours.train(range(4))
         stats.append(ours.handle.stats())
-    singles = sum(8 * math.ceil((p.numel() + 1) / 8) for p in ours.bare.parameters() if p.dtype == torch.float32)
+    marks = 1 + SIGNATURE_ELEMENTS
+    singles = sum(8 * math.ceil((p.numel() + marks) / 8) for p in ours.bare.parameters() if p.dtype == torch.float32)
     plain, cast = stats
     assert (plain["wire"], cast["wire"]) == ("fp32", "fp16")
     assert plain["wire_bytes"] == plain["bytes"] == cast["bytes"]
-    # The notes are in one of the buffers, too.
+    # The step reports are in one of the buffers, too.
     assert cast["bytes"] - cast["wire_bytes"] in (2 * singles, 2 * (singles + REPORT_ELEMENTS))

@@ -16,8 +16,8 @@ class NoSyncBlocks:
     """The open no_sync() blocks of one attachment. They also set the switches of its DDP modules, which then send no
     buffers.
 
-    For a bare module a pass is inside of a block or outside, forward and backward alike. Around a DDP module the decision
-    is DDP's: its forward arms the reducer, which reduces the next backward pass, whatever block that is in. Of further
+    For a bare module a pass is inside of a block or outside, forward and backward alike. Around a DDP module DDP
+    decides: its forward arms the reducer, which reduces the next backward pass, whatever block that is in. Of further
     passes through the outputs of that forward DDP reduces none, and gradcast those outside of the blocks.
     """
 
@@ -53,8 +53,8 @@ class NoSyncBlocks:
             return all(ddp.reducer.is_armed for ddp in self._ddps) or (outside and not self.is_open)
         if forward is not None and outside == self.is_open:
             raise refused(
-                f"this backward pass runs {'inside' if outside else 'outside'} of handle.no_sync(), and its forward pass "
-                f"ran {'outside' if outside else 'inside'} of it; put both into the block, or both behind it"
+                f"this backward pass runs {'inside' if outside else 'outside'} of handle.no_sync(), and its forward "
+                f"pass ran {'outside' if outside else 'inside'} of it; put both into the block, or both behind it"
             )
         return not self.is_open
 

@@ -153,8 +153,8 @@ class GradientBuffers(GradientSizes):
         self.parameters = [torch.empty_like(each, device="meta") for each in self.parameters]  # their sizes
 
     def flag_all_used(self, signature: Sequence[float] | None = None) -> None:
-        """This rank uses every parameter, unless told otherwise. ``signature``: of its backward pass, SIGNATURE_ELEMENTS
-        numbers; None if it has none. REQUIRES: nothing of the buffers travels."""
+        """This rank uses every parameter, unless told otherwise. ``signature``: SIGNATURE_ELEMENTS numbers of its
+        backward pass; None if it has none. REQUIRES: nothing of the buffers travels."""
         values = 1.0, *(signature or (0.0,) * SIGNATURE_ELEMENTS)
         for buffer, (flat, offsets) in enumerate(zip(self.flats, self._mark_offsets, strict=True)):
             marks = self._marks.get((buffer, values))

@@ -177,6 +177,11 @@ class GradientExchange:
         return sum(round(block.size_bytes * shares[block.buffer]) for block in plan.blocks)
 
     @property
+    def on_device(self) -> bool:
+        """Whether the host would wait for the values of what has arrived."""
+        return self._on_device
+
+    @property
     def busy(self) -> bool:
         return self._engine.busy
 

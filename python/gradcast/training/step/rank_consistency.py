@@ -1,12 +1,13 @@
-"""Errors after which the ranks' parameters differ: damaged sums, backward passes that fail on some ranks only, and passes
-that only some ranks run.
+"""Errors after which the ranks' parameters differ: damaged sums, backward passes that fail on some ranks only, and
+passes that only some ranks run.
 
 The error is raised by the operation that finds it and by every later step: training must not go on with such ranks.
 
-A rank that runs a pass more than the others (for saliency maps, say) averages its gradients with those of the others' next
-pass, and nobody has to wait. So each pass has a **signature**: whether the module is in training mode, and how many passes
-were reduced since the parameters last changed, modulo 4. It is sent behind each gradient (gradient_buffers.py) as three bits,
-each as two elements: the bit and its opposite. If the sums of both are above 0, ranks differ.
+A rank that runs a pass more than the others (for saliency maps, say) averages its gradients with those of the others'
+next pass, and nobody waits in vain. So each pass has a **signature**: the module's mode (training or evaluation), and
+how many passes were reduced since the parameters last changed, modulo 4. It is sent behind each gradient
+(gradient_buffers.py) as three bits, each as two elements: the bit and its opposite. If the sums of both are above 0,
+ranks differ.
 
 Thread safety: under the session's lock.
 """
@@ -48,10 +49,10 @@ class RankConsistency:
         self._failed_here.add(iteration)
 
     def begin_pass(self, version: int, forward: ForwardPass | None) -> Sequence[float]:
-        """The signature of a pass that begins. ``version``: changes whenever a parameter does. ``forward``: whose output
-        it goes through; the mode of one that was not seen is not compared."""
+        """The signature of a pass that begins. ``version``: changes whenever a parameter does. ``forward``: whose
+        output it goes through; the mode of one that was not seen is not compared."""
         self._passes = self._passes + 1 if version == self._version else 0
-        self._version, self._is_unchecked = version, self._exchange.buffers.reports.is_cpu
+        self._version, self._is_unchecked = version, not self._exchange.on_device
         mode = (0.0, 0.0) if forward is None else (float(forward.training), float(not forward.training))
         bits = self._passes & 1, self._passes >> 1 & 1
         return *mode, *(float(each) for bit in bits for each in (bit, 1 - bit))
@@ -79,8 +80,8 @@ class RankConsistency:
         failed_iteration = reports.failed_iteration
         if reports.differing_iteration is not None and self._error is None:
             self._error = refused(
-                f"in iteration {reports.differing_iteration} the ranks were in different backward passes, or in different "
-                f"modes (train() or eval()), and have used the sum. {_ONE_PASS}"
+                f"in iteration {reports.differing_iteration} the ranks were in different backward passes, or in "
+                f"different modes (train() or eval()), and have used the sum. {_ONE_PASS}"
             )
         if failed_iteration is not None and failed_iteration not in self._failed_here and self._error is None:
             self._error = refused(
