@@ -220,6 +220,8 @@ PYBIND11_MODULE(_c10d, module) {
       py::arg("are_gradients"),
       "Positions of the tensors that somebody else holds: in Python beyond the list and `python_references` more "
       "(None: not counted), in C++, or by their memory.");
+  module.def("foreign_memory", &gradcast::foreign_memory, py::arg("tensors"),
+             "Positions of tensors in host memory that torch has not allocated in its usual way.");
   module.def("any_view_held", &gradcast::any_view_held, py::arg("views"), py::arg("parameters"), py::arg("known"),
              "Whether somebody but the lists holds a view that is not the .grad of its parameter.");
   module.def("entries_held", &gradcast::entries_held, py::arg("attributes"),

@@ -1,5 +1,6 @@
 #include "transport/torch/owners.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -82,6 +83,17 @@ bool any_view_held(const py::list& views, const py::list& parameters, const py::
     if (owners_of(view.storage()) > 1) return true;
   }
   return false;
+}
+
+std::vector<int64_t> foreign_memory(const py::list& tensors) {
+  const c10::DeleterFnPtr own = c10::GetCPUAllocator()->raw_deleter();
+  std::vector<int64_t> found;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const c10::Storage& storage = tensor_at(tensors, i).storage();
+    if (storage.device_type() == c10::kCPU && storage.data_ptr().get_deleter() != own)
+      found.push_back(static_cast<int64_t>(i));
+  }
+  return found;
 }
 
 std::optional<py::set> entries_held(const py::dict& attributes) {

@@ -24,6 +24,10 @@ std::vector<int64_t> held_elsewhere(const pybind11::list& tensors, std::optional
 // by position; each counts twice, since its list here refers to it as well.
 bool any_view_held(const pybind11::list& views, const pybind11::list& parameters, const pybind11::list& known);
 
+// Positions of tensors in host memory that torch has not allocated in its usual way: shared between processes, mapped
+// from a file, or another library's.
+std::vector<int64_t> foreign_memory(const pybind11::list& tensors);
+
 // Ids of the keys of an optimizer's state whose entries somebody may read without asking the optimizer: somebody refers
 // to the state, to the entry, or to a tensor in it, or holds such a tensor in C++, or there is something else in the entry
 // than tensors and numbers. `attributes`: those of the optimizer. nullopt: the state is not among them.

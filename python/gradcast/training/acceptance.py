@@ -23,6 +23,7 @@ from gradcast.training.compat import extension
 from gradcast.training.compat.ddp_takeover import check_comm_hooks
 from gradcast.training.step import partial_step
 from gradcast.training.step.partial_step_check import require_splittable
+from gradcast.training.step.step_settings import Read
 
 # Modules that own gradients or parameters: package and name of the class, what to call it, and why it is refused.
 _MODULE_OWNERS = (
@@ -60,7 +61,7 @@ class Accepted:
     ``whole``: what was given to attach; a list as an nn.ModuleList. ``module``: the user's own, inside its wrappers.
     ``ddp``: the one whose reduction is taken over; None for a bare module. ``called``: the outermost module that every
     forward pass goes through and that no compiler looks into; of a list, all. ``parameters``: those that need
-    gradients, by name.
+    gradients, by name. ``read``: what each optimizer's step() reads, if it updates in parts.
     """
 
     whole: nn.Module
@@ -68,6 +69,7 @@ class Accepted:
     ddp: DistributedDataParallel | None
     called: tuple[nn.Module, ...]
     parameters: dict[str, nn.Parameter]
+    read: tuple[Read | None, ...] = ()
 
     @property
     def owned(self) -> tuple[nn.Module, ...]:
@@ -110,10 +112,11 @@ def accept(
             "nn.Module, or wrap it in DistributedDataParallel, and give that"
         )
     check_optimizers(optimizers, parameters)
-    for each in optimizers if in_parts else ():
+    in_parts_only = optimizers if in_parts else ()
+    for each in in_parts_only:
         partial_step.require_own_step(each)
-        require_splittable(each)
-    return Accepted(module, inner, ddp, called, parameters)
+    read = tuple(require_splittable(each) for each in in_parts_only)
+    return Accepted(module, inner, ddp, called, parameters, read)
 
 
 def joined(modules: Sequence[Any]) -> nn.ModuleList:

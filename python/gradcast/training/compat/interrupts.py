@@ -1,4 +1,8 @@
-"""Delays Ctrl-C until a change that has to be complete is complete."""
+"""Delays signal handlers until a change that has to be complete is complete.
+
+A handler may do anything: stop the program as Ctrl-C does, or read parameters and optimizer state, as one that saves a
+checkpoint does.
+"""
 
 import _signal
 import contextlib
@@ -6,24 +10,33 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+_NUMBERS = range(1, _signal.NSIG)
+
 
 @contextlib.contextmanager
 def after_this() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block. Use it only for blocks that do not wait.
+    """Signals take effect at the end of the block. Use it only for blocks that do not wait.
 
     Python runs signal handlers on the main thread only, so other threads need no delay. Neither do handlers that are
-    not Python functions (None, SIG_IGN, SIG_DFL): they raise nothing.
+    not Python functions (None, SIG_IGN, SIG_DFL): they read nothing.
     """
-    # `signal` does the same, and makes enumerations of what it returns, which takes most of the time.
-    handler = _signal.getsignal(_signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught: list[Any] = []
-    _signal.signal(_signal.SIGINT, lambda *arguments: caught.append(arguments))
+    # `signal` does the same, and makes enumerations of what it returns, which takes most of the time.
+    before = {
+        number: handler
+        for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True)
+        if callable(handler)
+    }
+    caught: dict[int, tuple[Any, ...]] = {}
+    for number in before:
+        _signal.signal(number, lambda number, frame: caught.setdefault(number, (number, frame)))
     try:
         yield
     finally:
-        _signal.signal(_signal.SIGINT, handler)
-        if caught:
-            handler(*caught[0])
+        for number, handler in before.items():
+            _signal.signal(number, handler)
+        with contextlib.ExitStack() as stack:  # all of them, also if one raises
+            for number, arguments in caught.items():
+                stack.callback(before[number], *arguments)

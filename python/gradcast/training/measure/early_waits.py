@@ -48,6 +48,14 @@ class Cause(enum.Enum):
         "calls backward() again before step()",
         "put all backward passes but the last one under handle.no_sync()",
     )
+    SETTINGS = (
+        "takes a step of an optimizer that reads objects of which nobody can tell whether they change",
+        "give it numbers, strings, or lists and dicts of these",
+    )
+    STATE_HELD = (
+        "takes a step while the program holds the dict optimizer.state itself (a Lookahead, for example)",
+        "fetch optimizer.state each time",
+    )
     SCALER = "takes a step with a GradScaler", "train in bf16, which needs no scaler"
     OTHER_STREAM = (
         "takes a step on another CUDA stream than that on which parameters are read",

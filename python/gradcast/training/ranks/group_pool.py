@@ -39,11 +39,17 @@ class OwnGroup:
     def state(self) -> tuple[str, int] | None:
         """Its name and how many operations this rank has begun. Equal on all ranks, where it is idle and nothing has
         failed: nothing is on its way in it. None: its backend does not count them."""
-        backends = (self.process_group._get_backend(each) for each in self.process_group._device_types)
-        try:
-            return self.process_group.group_name, sum(each._get_sequence_number_for_group() for each in backends)
-        except RuntimeError:
-            return None
+        begun = operations_begun(self.process_group)
+        return None if begun is None else (self.process_group.group_name, begun)
+
+
+def operations_begun(process_group: Any) -> int | None:
+    """How many operations this rank has begun in a group. None: its backend does not count them."""
+    backends = (process_group._get_backend(each) for each in process_group._device_types)
+    try:
+        return sum(each._get_sequence_number_for_group() for each in backends)
+    except RuntimeError:
+        return None
 
 
 # In the order in which they were made.

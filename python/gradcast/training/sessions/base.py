@@ -21,6 +21,7 @@ from gradcast.training.plan import agreement
 from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import backend_of
+from gradcast.training.ranks.group_pool import operations_begun
 from gradcast.training.ranks.registered_memory import registered_memory
 from gradcast.training.sessions.kinds import Setup, TrainingSession, require_attached
 from gradcast.training.sessions.stats import plan_stats
@@ -86,7 +87,15 @@ class SessionBase(TrainingSession):
         )
         by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
         self._steps = OptimizerSteps(
-            optimizers, self._gradients, self.trace, self._waits, self._warn_once, by_value, callbacks
+            optimizers,
+            accepted.read,
+            self._gradients,
+            self.trace,
+            self._waits,
+            self._warn_once,
+            by_value,
+            callbacks,
+            functools.partial(operations_begun, group.shared),
         )
         self._callbacks = callbacks
         self.on_callbacks_changed()

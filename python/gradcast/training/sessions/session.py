@@ -34,6 +34,7 @@ from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_listener import ForwardPass
 from gradcast.training.step.module_buffers import WHAT
 from gradcast.training.step.parameter_state import ParameterState
+from gradcast.training.step.partial_step import default_context
 from gradcast.training.step.weights import GivenWeights
 
 
@@ -138,12 +139,12 @@ class Session(SessionBase):
             self._complete_step()
 
     def _complete_step(self) -> bool:
-        """Returns whether everything is complete. Another thread's backward pass goes on; its gradients are not for
-        this thread yet."""
+        """Returns whether everything is complete. A backward pass that runs goes on, on another thread or around a
+        signal handler that calls this; its gradients are not for the caller yet."""
         self.controller.interrupted = True
         self._steps.complete_all_updates()
         self._reads.completed()
-        if self._gradients.open and self._gradients.is_backward_on_another_thread():
+        if self._gradients.is_in_backward:
             return False
         if self._gradients.open:
             self._use_gradients()
@@ -433,7 +434,7 @@ class Session(SessionBase):
     def _await_gradients(self, start_ns: int) -> None:
         """Waits after backward. This never counts as compute, whether gradcast or the program needs the gradients."""
         # Wherever gradients are used first, the stream that computes is ordered behind them as well.
-        with self._measured("waiting"), self._steps.stream.entered():
+        with self._measured("waiting"), self._steps.stream.entered(), default_context():
             self._gradients.wait_for_all()
         self.trace.span("wait", start_ns, self.trace.now())
 

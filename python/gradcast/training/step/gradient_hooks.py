@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gradcast.errors import refused
-from gradcast.training.compat import extension
+from gradcast.training.compat import extension, interrupts
 from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.arrived_gradients import ArrivedGradients
@@ -58,7 +58,7 @@ class _BackwardEnd:
 
     def __del__(self) -> None:
         if not self._is_called:
-            self._gradients.note_sent(ended=True)
+            self._gradients._on_backward_failure(self._task)
 
 
 class GradientHooks:
@@ -173,7 +173,8 @@ class GradientHooks:
                 self.listener.on_backward_failure()
             self._send_missing(failed=failed)
         self.exchange.wait_all()
-        self.arrived.settle(self.states)
+        with interrupts.after_this():
+            self.arrived.settle(self.states)
 
     @property
     def listener(self) -> Listener:
@@ -183,6 +184,11 @@ class GradientHooks:
     def all_sent(self) -> bool:
         """False after a backward pass that has failed."""
         return self._sent_count == self._tensor_count
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward pass runs whose gradients are sent, on any thread."""
+        return self._task != _NO_TASK
 
     def is_backward_on_another_thread(self) -> bool:
         """Whether another thread is in the backward pass of the open gradients, as far as this thread can know."""
@@ -419,15 +425,22 @@ class GradientHooks:
             self._buffers.flag_unused(state.index, frozen=not state.parameter.requires_grad)
         self.exchange.keep_residual(state.index)
 
+    def _on_backward_failure(self, task: int) -> None:
+        self.note_sent(ended=True)
+        if task == self._task:
+            self._task = _NO_TASK
+
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:
             return
         self.note_sent(ended=True)
-        self._task = _NO_TASK
         # The pass may have made none of the gradients, while those of an earlier one wait for step().
-        if not self.open or self._ended_task == self._open_task:
+        has_gradients = self.open and self._ended_task != self._open_task
+        if has_gradients:
+            self._ended_task = self._open_task
+            self._send_missing()
+        self._task = _NO_TASK  # not before: a signal handler completes what no pass runs for
+        if not has_gradients:
             return
-        self._ended_task = self._open_task
-        self._send_missing()
         self._backward_thread = None
         self.listener.on_backward_end()

@@ -154,6 +154,8 @@ class _Part:
     def __init__(self, module: nn.Module) -> None:
         # The dicts, not the buffers themselves: a module may replace a buffer by another tensor.
         self._held = [each._buffers for each in module.modules()]
+        # Of a module that has none, DDP never sends one that is registered later.
+        self._has_any = any(buffer is not None for held in self._held for buffer in held.values())
         self.due, self.arriving, self.fits = True, False, True
         self.tensors = self.current()
         self._versions = [each._version for each in self.tensors]
@@ -162,6 +164,8 @@ class _Part:
 
     def current(self) -> list[torch.Tensor]:
         """The buffers as they are now, each once."""
+        if not self._has_any:
+            return []
         found = [buffer for held in self._held if held for buffer in held.values() if buffer is not None]
         return list({id(each): each for each in found if each.numel() > 0}.values())
 

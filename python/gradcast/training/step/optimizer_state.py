@@ -10,6 +10,7 @@ Thread safety: under the session's lock, which an access takes.
 
 import collections
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from gradcast.training.step import pending
 from gradcast.training.step.parameter_state import ParameterState
 
 Lock = Callable[[], contextlib.AbstractContextManager]
+# To a state that nobody else holds: the optimizer's own, and the argument of getrefcount().
+_REFERENCES = 2
 
 
 class _OpenState(collections.defaultdict):
@@ -76,6 +79,11 @@ class OptimizerStateGuard:
         self._entries: dict[int, tuple[ParameterState, list[torch.Tensor]]] = {}  # by index: its pending tensors
         self._pending_ids: set[int] = set()  # of these tensors, and of some that are pending no more
         self._are_shared = False  # whether some tensor is in several entries
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the program holds the dict ``optimizer.state`` itself, in which it would miss what updates add."""
+        return type(self._optimizer.state) is not GuardedState and sys.getrefcount(self._optimizer.state) > _REFERENCES
 
     def guard(self, states: Sequence[ParameterState], owner: pending.Owner) -> None:
         """The updates of these parameters are due from now on."""

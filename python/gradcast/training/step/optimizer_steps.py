@@ -21,6 +21,8 @@ from gradcast.training.step.clipping import ValueClipping
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import Lock, OptimizerStateGuard
 from gradcast.training.step.parameter_state import ParameterState
+from gradcast.training.step.part_comparison import PartComparison
+from gradcast.training.step.step_settings import Read, StepSettings
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.update_stream import UpdateStream
 
@@ -35,14 +37,19 @@ class OptimizerSteps:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
+        read: Sequence[Read | None],
         gradients: GradientHooks,
         trace: StepTrace,
         waits: EarlyWaits,
         warn_once: Callable[..., None],
         values: ValueClipping | None,
         callbacks: UpdateCallbacks,
+        operations_begun: Callable[[], int | None],
     ) -> None:
-        self._optimizers = list(optimizers)
+        """``read``: what the step() of each optimizer reads. ``operations_begun``: by this rank in the program's
+        group; None if that is not known."""
+        self._operations_begun = operations_begun
+        self._optimizers, self._read = list(optimizers), read
         self._states = states = gradients.states
         ids = [{id(each) for group in optimizer.param_groups for each in group["params"]} for optimizer in optimizers]
         self._states_of = [[state for state in states if id(state.parameter) in held] for held in ids]
@@ -55,6 +62,7 @@ class OptimizerSteps:
         self._arrived: set[int] = set()  # parameters whose gradients of the open step are known to have arrived
         self._interceptions: list[partial_step.StepInterception] = []
         self._guards: list[OptimizerStateGuard] = []
+        self._comparisons = [PartComparison(warn_once) for _ in optimizers]
         self.stream = UpdateStream(self._exchange.buffers.flats[0].device)
         self._clipping = gradients.clipping  # by the norm of all gradients, before the first update
         self.values = values
@@ -126,11 +134,12 @@ class OptimizerSteps:
     def _run_all_parts(self, number: int, parts: int) -> None:
         """The same in so many calls."""
         optimizer = self._optimizers[number]
-        partial = partial_step.PartialStep(optimizer, self._places_of(number))
+        partial = partial_step.PartialStep(optimizer, places=self._places_of(number))
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         size = -(-len(parameters) // parts)
         for first in range(0, len(parameters), size):
-            partial.run(parameters[first : first + size], last=first + size >= len(parameters))
+            with interrupts.after_this():  # meanwhile the optimizer has other groups
+                partial.run(parameters[first : first + size], last=first + size >= len(parameters))
             self._trace.count_update()
 
     def _note_updated(self, part: Sequence[ParameterState]) -> None:
@@ -180,11 +189,23 @@ class OptimizerSteps:
             )
         # The gradients have arrived by a second step with them, and nothing guards them any more.
         synchronous = synchronous or number in self._stepped
-        reason = None if synchronous else self.reason_to_wait(number)
-        if synchronous or reason is not None:
-            self._step_now(number, reason, parts)
-        else:
-            self._defer(number)
+        if synchronous:
+            self._step_now(number, None, parts)
+            return
+        settings = StepSettings(optimizer, self._read[number])
+        reason = self.reason_to_wait(number, settings)
+        if reason is None:
+            self._defer(number, settings)
+            return
+        if reason is Cause.SETTINGS:
+            self._warn_once(
+                "%s: step() of %s reads its %s, and nobody can tell whether the program changes that before the "
+                "updates run: they run inside step(), without overlap with the next forward pass",
+                where(),
+                type(optimizer).__name__,
+                parameter_state.shown(settings.opaque),
+            )
+        self._step_now(number, reason, parts)
 
     @property
     def grad_norm(self) -> float | None:
@@ -195,21 +216,36 @@ class OptimizerSteps:
     def complete_updates(self, due: Sequence[ParameterState]) -> None:
         """Waits for the gradients of these parameters and updates them, together with all others that have arrived."""
         if due:
-            with self.stream.entered():
+            with self.stream.entered(), partial_step.default_context():
                 self._complete_updates(due)
             self.call_back()
 
     def _complete_updates(self, due: Sequence[ParameterState]) -> None:
         self._refuse_after_failure()
         self._wait_for(due)
+        self._wait_where_compared()
         arrived_ns = self._trace.now()
-        self._clip()
-        with interrupts.after_this():
+        with interrupts.after_this():  # a handler that reads may have updated some while this has waited
+            self._clip()
             for number, left in list(self._left.items()):
                 part = [left[index] for index in sorted(left.keys() & self._arrived)]
                 if part:
                     self._update(number, part)
         self._trace.span("update", arrived_ns, self._trace.now())
+
+    def _wait_where_compared(self) -> None:
+        """Steps of which the first part is about to be updated: waits for all of one that is compared."""
+        compared: list[ParameterState] = []
+        with interrupts.after_this():
+            for number, left in self._left.items():
+                partial, arrived = self._partial[number], [left[i] for i in sorted(left.keys() & self._arrived)]
+                if arrived and partial.is_compared is None:
+                    known = () if self._exchange.on_device else arrived
+                    partial.is_compared = self._comparisons[number].is_due(known)
+                if partial.is_compared:
+                    compared += left.values()
+        if compared:
+            self._wait_for(compared)
 
     def _wait_for(self, due: Sequence[ParameterState]) -> None:
         """Waits until these parameters can be updated. If nothing certifies that clipping changes nothing, that is when
@@ -219,9 +255,10 @@ class OptimizerSteps:
             self._note_arrived(indices)
         elif clipping.certifies and clipping.may_certify and all(state.is_update_due for state in self._states):
             self._note_arrived([*indices, clipping.index])
-            with self._trace.timed("update"):
-                self._take_norms(self._states)
-                clipping.certify()
+            with self._trace.timed("update"), interrupts.after_this():
+                if not clipping.done:
+                    self._take_norms(self._states)
+                    clipping.certify()
         if clipping is not None and not clipping.done:
             with self._trace.timed("wait"):
                 self.gradients.wait_for_all()
@@ -275,9 +312,13 @@ class OptimizerSteps:
         """Whether a deferred step still needs the norm of all gradients, so that none of them may change."""
         return self._clipping is not None and not self._clipping.done and bool(self.due)
 
-    def reason_to_wait(self, number: int) -> Cause | None:
-        """Why a step of this optimizer cannot be deferred, if it cannot."""
+    def reason_to_wait(self, number: int, settings: StepSettings | None = None) -> Cause | None:
+        """Why a step of this optimizer cannot be deferred, if it cannot. ``settings``: as they are, if known."""
         optimizer = self._optimizers[number]
+        if (settings or StepSettings(optimizer, self._read[number])).opaque:
+            return Cause.SETTINGS
+        if self._guards[number].is_held:
+            return Cause.STATE_HELD
         if self.stream.read_elsewhere:
             return Cause.OTHER_STREAM
         if not self.gradients.all_sent:
@@ -291,11 +332,14 @@ class OptimizerSteps:
         return None
 
     def held(self, number: int) -> list[ParameterState]:
-        """Parameters of this optimizer whose memory the program holds: it could read an update unnoticed."""
+        """Parameters of this optimizer whose memory the program holds, or another process shares: they could read an
+        update unnoticed."""
         states = self._states_of[number]
         native = extension.load()
-        found = native.held_elsewhere(native.fields(states, "parameter"), None, False)
-        return [states[position] for position in found]
+        parameters = native.fields(states, "parameter")
+        found = native.held_elsewhere(parameters, None, False)
+        shared = [position for position in native.foreign_memory(parameters) if parameters[position].is_shared()]
+        return [states[position] for position in sorted({*found, *shared})]
 
     def _step_now(self, number: int, reason: Cause | None, parts: int) -> None:
         """A synchronous step. ``reason``: why it is not deferred, unless the caller has asked for that."""
@@ -312,7 +356,7 @@ class OptimizerSteps:
         self._run_whole(number, parts if divisible else 1)
         self._trace.span("update", arrived_ns, self._trace.now())
 
-    def _defer(self, number: int) -> None:
+    def _defer(self, number: int, settings: StepSettings) -> None:
         """Leaves all updates of this optimizer due."""
         due, owner = self._states_of[number], self.gradients.listener
         with interrupts.after_this():
@@ -320,7 +364,9 @@ class OptimizerSteps:
             held = self.held(number)
             parameter_state.defer_update(due, owner)
             self._guards[number].guard(due, owner)
-            self._partial[number] = partial_step.PartialStep(self._optimizers[number], self._places_of(number))
+            self._partial[number] = partial_step.PartialStep(
+                self._optimizers[number], settings, self._places_of(number)
+            )
             self._update_others(number)
         if self._clipping is not None:
             self._arrived.update(self._exchange.newly_arrived())
@@ -377,9 +423,15 @@ class OptimizerSteps:
         parameters = native.fields(part, "parameter")
         used = native.fields(native.with_field(part, "update_grad", None, False), "parameter")
         updates = native.fields(part, "update_grad")
+        partial, comparison = self._partial[number], self._comparisons[number]
+        action = functools.partial(partial.run, used, last=last, elsewhere=elsewhere)
+        if partial.is_compared and last and used:
+            action = functools.partial(comparison.run, partial, used, action)
+        if not elsewhere:  # then the thread that trains may begin some meanwhile
+            action = functools.partial(self._without_collectives, partial.name, action)
         before, failure = native.swap_gradients(parameters, updates), None
         try:
-            guard.update(lambda: self._partial[number].run(used, last=last, elsewhere=elsewhere), hidden=hidden)
+            guard.update(action, hidden=hidden)
         except BaseException as error:
             failure = error
             raise
@@ -408,6 +460,17 @@ class OptimizerSteps:
         self._note_updated(part)
         if self._clipping is not None and self._clipping.certified and not self._partial:
             self._clipping.finish_certified(self._trace.current.step)
+
+    def _without_collectives(self, name: str, action: Callable[[], None]) -> None:
+        """Runs an update. Raises Error(invalid_use) if it has begun operations in the program's group."""
+        before = self._operations_begun()
+        action()
+        if self._operations_begun() != before:
+            raise refused(
+                f"step() of {name} starts collective operations, and which parameters are updated together differs "
+                "between ranks, so that these operations do not match; use hook mode: gradcast.attach(module) without "
+                "the optimizer"
+            )
 
     def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
         """Some of these parameters may be updated, others not: every later use of one raises."""

@@ -1,16 +1,16 @@
 """Partial steps: the user's own optimizer updates the parameters whose gradients have arrived.
 
-The hyper-parameters of a step, in groups or attributes, are those at the call of ``step()``; a scheduler that runs
-afterwards does not change them. The class's step is called with the optimizer's groups reduced to the part. Another
-thread than the one that trains calls it with a stand-in for the optimizer, so that training does not see these. State,
-foreach and fused forms are the optimizer's own, so parts give the numbers of a whole step, bit for bit, for every
-optimizer that updates parameters one by one. What an optimizer counts in a group or an attribute (steps) advances once
-per step, not once per part.
+The hyper-parameters of a step, in groups or attributes, are those at the call of ``step()`` (step_settings.py). The
+class's step is called with the optimizer's groups reduced to the part. Another thread than the one that trains calls it
+with a stand-in for the optimizer, so that training does not see these. State, foreach and fused forms are the
+optimizer's own, so parts give the numbers of a whole step, bit for bit, for every optimizer that updates parameters one
+by one. What an optimizer counts in a group or an attribute (steps) advances once per step, not once per part.
 """
 
 import bisect
 import collections
 import contextlib
+import copy
 import functools
 import itertools
 import sys
@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _len_torch_disp
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
+from gradcast.training.step.step_settings import StepSettings, cloned
 
 _NOTHING = object()
 _REASON = "gradcast runs this step itself; leave optimizer.step() out of a function with fullgraph=True"
@@ -64,42 +66,70 @@ class Places:
 class PartialStep:
     """One call of ``optimizer.step()``, carried out in parts. REQUIRES: ``step()`` was called just now."""
 
-    def __init__(self, optimizer: Optimizer, places: Places | None = None) -> None:
-        """``places``: of the optimizer's parameters as they are, if known."""
+    def __init__(
+        self, optimizer: Optimizer, settings: StepSettings | None = None, places: Places | None = None
+    ) -> None:
+        """``settings``, ``places``: of the optimizer as it is, if known."""
         self._optimizer = optimizer
         self._step = step_without_hooks(optimizer)
-        self._attributes = dict(vars(optimizer))
+        settings = settings or StepSettings(optimizer)
+        self._attributes, self._scalars = settings.attributes, settings.groups
         self._changed: dict[str, Any] = {}  # attributes that the step itself has set
         self._state = optimizer.state  # the program may replace it before the last part
         self._known_count = dict.__len__(self._state)  # entries; those of new parameters are added behind them
         self._live_groups = list(optimizer.param_groups)
         self._places = places or Places(self._live_groups)
-        self._scalars = [_copied(group) for group in self._live_groups]
         self._begun = False
+        self.is_compared: bool | None = None  # by whoever runs the parts (part_comparison.py); None: not decided
         self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars after the last part
 
     def run(self, parameters: Iterable[torch.Tensor], *, last: bool, elsewhere: bool = False) -> None:
         """Updates these parameters from their ``.grad``. ``last``: this is the last part of the step. ``elsewhere``: on
         another thread than the one that trains."""
         members = self._places.by_group(parameters)
-        reduced = []
-        for index in range(len(self._live_groups)):
-            # A group of which no parameter is updated has its turn all the same, as in a whole step.
-            if index in members or (last and index not in self._after):
-                group = {**_copied(self._scalars[index]), "params": members.get(index, [])}
-                self._after[index] = group
-                reduced.append(group)
-        attributes = {**self._attributes, **_no_hooks(self._attributes, before=not self._begun, after=last)}
+        # A group of which no parameter is updated has its turn all the same, as in a whole step.
+        turn = [n for n in range(len(self._live_groups)) if n in members or (last and n not in self._after)]
+        settings = [self._attributes, *(self._scalars[index] for index in turn)]
+        for each in settings:
+            each.before_part()
+        for index in turn:
+            self._after[index] = {**cloned(self._scalars[index].values), "params": members.get(index, [])}
+        values = {**self._attributes.values, "state": self._state}
+        values |= _no_hooks(values, before=not self._begun, after=last)
         self._begun = True
-        self._changed |= self._run(attributes, reduced, elsewhere)
+        self._changed |= self._run(values, [self._after[index] for index in turn], elsewhere)
+        for each in settings:
+            each.after_part()
         if last:
             for index, after in self._after.items():
-                _carry_over(self._live_groups[index], self._scalars[index], after)
-            live, before = vars(self._optimizer), self._attributes
+                _carry_over(self._live_groups[index], self._scalars[index].values, after)
+            live, before = vars(self._optimizer), self._attributes.values
             for key, value in self._changed.items():
                 if live.get(key, _NOTHING) is before.get(key, _NOTHING):  # else the program has changed it since
                     live[key] = value
             self._order_state()
+
+    @property
+    def name(self) -> str:
+        """The optimizer's class, for messages."""
+        return type(self._optimizer).__name__
+
+    def updated_alone(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The value that this step would give the parameter, with its ``.grad``, in a part of its own. Changes nothing;
+        random numbers are drawn as if it had not run."""
+        alone = torch.nn.Parameter(parameter.detach().clone())
+        alone.grad = parameter.grad.clone()
+        state: collections.defaultdict[Any, dict] = collections.defaultdict(dict)
+        entry = dict.get(self._state, parameter)
+        if entry is not None:
+            state[alone] = copy.deepcopy(entry)
+        (index,) = self._places.by_group([parameter])
+        group = {**cloned(self._scalars[index].copies()), "params": [alone]}
+        values = {**self._attributes.copies(), "state": state}
+        devices = [parameter.device] if parameter.is_cuda else []
+        with torch.random.fork_rng(devices):
+            self._run(values | _no_hooks(values, before=False, after=False), [group], elsewhere=True)
+        return alone.detach()
 
     def _run(self, attributes: dict[str, Any], groups: list[dict[str, Any]], elsewhere: bool) -> dict[str, Any]:
         """The class's step with these attributes and groups. Returns the attributes that it has set."""
@@ -144,15 +174,6 @@ def _rebound(value: Any, optimizer: Optimizer, target: Optimizer) -> Any:
     return types.MethodType(value.__func__, target) if is_bound else value
 
 
-def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """The group's scalars as they are now. Tensors (a capturable learning rate) may change in place: cloned."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
 def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
     """Copies what the step itself has changed in its group into the user's group."""
     for key, value in after.items():
@@ -176,6 +197,7 @@ def default_context():
         yield
         return
     with contextlib.ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())  # torch.func.grad, jvp, vmap, ...
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_disable_current_modes())  # selective checkpointing, torch.device(...)
         while _len_torch_function_stack() > 0:
@@ -192,6 +214,7 @@ def _is_default_context() -> bool:
         torch.is_grad_enabled()
         and torch._C._is_fwd_grad_enabled()
         and not torch.is_inference_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
         and _len_torch_dispatch_stack() == 0
         and _len_torch_dispatch_stack_pre_dispatch() == 0
         and _len_torch_function_stack() == 0

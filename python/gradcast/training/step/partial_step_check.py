@@ -1,14 +1,18 @@
-"""Checks whether an optimizer's step can run in parts: on a small copy, parts and whole steps must agree."""
+"""Checks whether an optimizer's step can run in parts: on a small copy, parts and whole steps must agree, and no
+collective operation may start. What a step reads of its settings shows there, too."""
 
 import collections
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcast.errors import Error, refused
 from gradcast.training.step.partial_step import PartialStep, step_without_hooks
+from gradcast.training.step.step_settings import Read
 
 # Scales of gradients, each for some steps, to reach an optimizer's thresholds and counters.
 _SCALES = (1.0, 1e6, 1e-6)
@@ -17,22 +21,25 @@ _MAX_PER_GROUP = 6
 _LARGEST_SIDE = 3
 # Attributes of the optimizer that a trial makes itself instead of copying them.
 _LEFT_OUT = frozenset({"step", "state", "param_groups"})
+_COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
 
-def require_splittable(optimizer: Optimizer) -> None:
-    """Raises Error(invalid_use) if a step in parts does not equal a whole step bit for bit.
+def require_splittable(optimizer: Optimizer) -> Read | None:
+    """Returns what a step reads; None if that cannot be watched. Raises Error(invalid_use) if a step in parts does not
+    equal a whole step bit for bit, or starts a collective operation.
 
     An optimizer that updates parameters one by one passes. One that looks at all of them together (a norm over all
     gradients, one step size for all, a line search) does not. A difference that shows only after more steps, or only
     with special gradients, is not found. Global random number generators are left as they were.
     """
     name = type(optimizer).__name__
+    with torch.random.fork_rng(devices=[]):
+        read = _read_in_steps(optimizer)
     try:
         # The message of what an optimizer raises here is part of ours.
         with torch.random.fork_rng(devices=[]):
             whole, parts = _Trial(optimizer), _Trial(optimizer)
-            for step in range(_STEPS_PER_SCALE * len(_SCALES)):
-                scale = _SCALES[step // _STEPS_PER_SCALE]
+            for step, scale in _steps():
                 whole.step(step, scale, [whole.parameters])
                 parts.step(step, scale, _uneven_parts(parts.parameters))
     except Exception as error:
@@ -40,6 +47,99 @@ def require_splittable(optimizer: Optimizer) -> None:
     if not whole.equals(parts):
         together = "it looks at all gradients together, or draws random numbers"
         raise _refusal(name, f"two parts give other numbers than a whole step: {together}")
+    return read
+
+
+def _steps() -> Iterator[tuple[int, float]]:
+    """Numbers of steps, and the scale of their gradients."""
+    return enumerate(scale for scale in _SCALES for _ in range(_STEPS_PER_SCALE))
+
+
+def _read_in_steps(optimizer: Optimizer) -> Read | None:
+    """Watches whole steps, which fail only for what they do with others than this rank."""
+    attributes: set[str] = set()
+    in_groups: set[str] = set()
+    try:
+        watched = _Trial(optimizer, _watched_class(type(optimizer), attributes))
+        in_defaults = watched.watch_groups(in_groups)
+        attributes.clear()
+        with _NoCollectives():
+            for step, scale in _steps():
+                watched.step(step, scale, [watched.parameters])
+    except _CollectiveError as error:
+        raise _refusal(
+            type(optimizer).__name__,
+            f"its step() starts a collective operation, {error}, and which parameters are updated together differs "
+            "between ranks",
+        ) from None
+    except Exception:  # a class that takes no subclass, say; a step that fails by itself is refused elsewhere
+        return None
+    if in_defaults <= {"differentiable"}:  # torch's own wrapper around step() reads that
+        attributes.discard("defaults")
+    return Read(frozenset(in_groups), frozenset(attributes))
+
+
+class _CollectiveError(Exception):
+    pass
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Raises _CollectiveError before a collective operation starts."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in _COLLECTIVES:
+            raise _CollectiveError(function._schema.name.rpartition("::")[2])
+        return function(*args, **(kwargs or {}))
+
+
+def _watched_class(kind: type, read: set[str]) -> type:
+    """A subclass that notes the names of attributes that are read."""
+
+    def get(self: Any, name: str) -> Any:
+        read.add(name)
+        return kind.__getattribute__(self, name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": get})
+
+
+class _WatchedGroup(dict):
+    """Notes the keys that are read."""
+
+    def __init__(self, group: dict[str, Any], read: set[str]) -> None:
+        super().__init__(group)
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().setdefault(key, default)
+
+    # By one of these, any value can be reached. ``{**group}`` uses __iter__ because there is one.
+    def __iter__(self) -> Iterator[str]:
+        self._read |= set(super().keys())
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._read |= set(super().keys())
+        return super().keys()
+
+    def values(self) -> Any:
+        self._read |= set(super().keys())
+        return super().values()
+
+    def items(self) -> Any:
+        self._read |= set(super().keys())
+        return super().items()
+
+    def copy(self) -> Any:
+        return dict(self)
 
 
 def _refusal(name: str, reason: str) -> Error:
@@ -52,10 +152,11 @@ def _refusal(name: str, reason: str) -> Error:
 class _Trial:
     """A copy of an optimizer with the same settings, over small parameters with the same numbers of dimensions."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, kind: type | None = None) -> None:
+        """``kind``: the copy's class."""
         generator = torch.Generator().manual_seed(0)
         # Not copy.copy(): __setstate__() would write defaults into groups that both share.
-        self._optimizer = object.__new__(type(optimizer))
+        self._optimizer = object.__new__(kind or type(optimizer))
         memo: dict[int, Any] = {id(optimizer): self._optimizer, id(optimizer.state): collections.defaultdict(dict)}
         groups = []
         self.parameters: list[torch.Tensor] = []
@@ -77,6 +178,13 @@ class _Trial:
         }
         self._optimizer.state = state
         self._optimizer.param_groups = groups
+
+    def watch_groups(self, read: set[str]) -> set[str]:
+        """Adds to ``read`` the keys of groups that are read from now on. Returns those of ``defaults``."""
+        optimizer, in_defaults = self._optimizer, set()
+        optimizer.param_groups = [_WatchedGroup(group, read) for group in optimizer.param_groups]
+        optimizer.defaults = _WatchedGroup(optimizer.defaults, in_defaults)
+        return in_defaults
 
     def step(self, number: int, scale: float, parts: list[list[torch.Tensor]]) -> None:
         generator = torch.Generator().manual_seed(1 + number)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradcast.training.compat import extension
+from gradcast.training.compat import extension, function_transforms
 
 # Attributes and methods of Tensor whose result is known while the values are not.
 _ATTRIBUTES = (
@@ -120,6 +120,7 @@ def _native() -> Any:
     native = extension.load()
     # Reading or setting .grad asks __torch_function__ only as long as something is to be done about that.
     _Pending.grad = native.gradient_attribute(_Pending, _without_known_gradient)
+    function_transforms.before_wrapping(resolve)
     return native
 
 

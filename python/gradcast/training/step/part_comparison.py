@@ -1,0 +1,98 @@
+"""From time to time, one parameter's update by itself is compared with that of the whole step.
+
+The trial at attach cannot show what an optimizer does later (noise after a burn-in) or with rare gradients (a clip by
+the norm of all). So some steps are not divided: the first ones, some from then on, and those whose gradients are much
+larger or smaller than before. In such a step the optimizer first updates a copy of one parameter alone.
+
+Thread safety: under the session's lock.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from gradcast.errors import refused
+from gradcast.training.step.parameter_state import ParameterState
+from gradcast.training.step.partial_step import PartialStep
+
+_FIRST = (2, 20)
+_EVERY = 200  # steps
+_OUTLIER = 8.0  # times as large, or as small
+_STEPS_BETWEEN = 10  # at least, between two steps that are compared because of their gradients
+_ELEMENTS_MAX = 1 << 16  # of the parameter, if there is a smaller one
+# More than rounding: of the update, and of the value in units of its last place.
+_OF_UPDATE, _OF_VALUE = 1e-3, 4
+
+
+class PartComparison:
+    """The comparisons of one optimizer's steps. ``tell``: gets what is to be said once."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
+        self._steps, self._last, self._count = 0, 0, 0
+        self._norms: dict[int, float] = {}  # by parameter: of its gradient, when that was looked at last
+        self._is_possible = True
+
+    def is_due(self, arrived: Sequence[ParameterState]) -> bool:
+        """Whether the step that begins shall be compared. Call it once per step. ``arrived``: parameters whose
+        gradients are known; on a device none, so that the host need not wait."""
+        self._steps += 1
+        is_outlier = self._is_outlier(arrived) and self._steps - self._last >= _STEPS_BETWEEN
+        return self._is_possible and (self._steps in _FIRST or self._steps % _EVERY == 0 or is_outlier)
+
+    def _is_outlier(self, arrived: Sequence[ParameterState]) -> bool:
+        known = [state for state in arrived if state.update_grad is not None and state.update_grad.numel() > 0]
+        if not known:
+            return False
+        state = min(known, key=lambda each: (each.index not in self._norms, each.update_grad.numel()))
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # the gradient is pending
+            norm = torch.linalg.vector_norm(state.update_grad).item()
+        before = self._norms.setdefault(state.index, norm)
+        self._norms[state.index] = norm
+        return not before / _OUTLIER <= norm <= before * _OUTLIER
+
+    def run(self, partial: PartialStep, parameters: Sequence[nn.Parameter], run_all: Callable[[], None]) -> None:
+        """Calls ``run_all``, which updates these parameters, all of the optimizer, from their ``.grad``. Raises
+        Error(invalid_use) if one of them would get another value alone."""
+        self._last = self._steps
+        parameter = self._chosen(parameters)
+        try:
+            alone = partial.updated_alone(parameter)
+        except Exception as error:
+            self._is_possible = False
+            self._tell(
+                "%s does not update a copy of a parameter (%s: %s), so during training its updates in parts are not "
+                "compared with whole steps",
+                partial.name,
+                type(error).__name__,
+                error,
+            )
+            run_all()
+            return
+        before = parameter.detach().clone()
+        run_all()
+        if not _is_same(parameter.detach(), alone, before):
+            raise refused(
+                f"{partial.name} gives a parameter of shape {tuple(parameter.shape)} another value alone than in a "
+                "whole step: by now it looks at all gradients together, or draws random numbers, so it cannot update "
+                "in parts while gradients arrive, and earlier steps may have been wrong; use hook mode: "
+                "gradcast.attach(module) without the optimizer"
+            )
+
+    def _chosen(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
+        """Another one each time; seldom the first, which draws the same random numbers alone."""
+        self._count += 1
+        small = [each for each in parameters if each.numel() <= _ELEMENTS_MAX] or parameters
+        return small[self._count % len(small)]
+
+
+def _is_same(together: torch.Tensor, alone: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether the two values differ by rounding at most."""
+    if torch.equal(together, alone):
+        return True
+    if not torch.equal(together.isnan(), alone.isnan()):
+        return False
+    values = [each.nan_to_num().double() for each in (together, alone, before)]
+    update, difference = (values[0] - values[2]).abs().max(), (values[0] - values[1]).abs().max()
+    return bool(difference <= _OF_UPDATE * update + _OF_VALUE * torch.finfo(before.dtype).eps * values[2].abs().max())

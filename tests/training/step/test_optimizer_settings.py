@@ -1,0 +1,230 @@
+"""A step has the settings of its moment, however deep they lie, and optimizers that cannot be divided are found out."""
+
+import types
+
+import pytest
+
+from training import compare
+from training.attached import heard, not_refused
+from training.needs import torch
+from training.optimizers import Recipe
+from training.pool import on_ranks
+from training.sides import differences, net
+from training.twins import Twins
+
+nn = torch.nn
+
+
+class Settings(torch.optim.SGD):
+    """Reads settings of every kind, in its group and in attributes of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        for group in self.param_groups:
+            group |= {"betas": [0.5, 0.9], "named": {"scale": 1.0, "deep": [{"decay": 0.1}]}}
+        self.warmup, self.named = [0.1, 0.2], {"factor": torch.tensor(1.0)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            factor = group["betas"][0] * group["named"]["scale"] * (1 - group["named"]["deep"][0]["decay"])
+            factor *= (1 + sum(self.warmup)) * self.named["factor"].item()
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+        return super().step(closure)
+
+
+def change_deep(optimizer, number):
+    for group in optimizer.param_groups:
+        group["betas"][0] = 0.1 * number
+        group["named"]["scale"] += 0.5
+        group["named"]["deep"][0]["decay"] = 0.05 * number
+    optimizer.warmup.append(0.01)
+    optimizer.named["factor"].mul_(1.1)
+
+
+@on_ranks(2)
+def test_settings_changed_in_place_after_step_are_for_the_next_one(rank):
+    twins = Twins(rank, "plain", lambda module: Recipe(Settings(module.parameters())), policy="fifo")
+    for number in range(9):
+        twins.pending_step()
+        for _, optimizer, _ in twins.each():
+            change_deep(optimizer, number)
+    found = twins.differences()
+    settings = [[each.param_groups[0]["named"], each.warmup, each.named] for _, each, _ in twins.each()]
+    return found + compare.trees(settings[1], settings[0], "what the program sees")
+
+
+class FillsBuffer(torch.optim.SGD):
+    """Keeps numbers of its own in a list of its group, as a well-known RAdam does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group |= {"buffer": [None] * 4, "count": 0}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["buffer"][group["count"] % 4] = 1 / group["count"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(group["buffer"][group["count"] % 4])
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_a_list_that_the_step_fills_stays_the_programs_own(rank):
+    twins = Twins(rank, "plain", lambda module: Recipe(FillsBuffer(module.parameters())), policy="fifo")
+    buffers = [each.param_groups[0]["buffer"] for _, each, _ in twins.each()]
+    for _ in range(9):
+        twins.pending_step()
+    return twins.differences() + compare.trees(buffers[1], buffers[0], "buffer")
+
+
+class Scheduled(torch.optim.SGD):
+    """Asks an object, which the program advances."""
+
+    def __init__(self, parameters, where):
+        super().__init__(parameters, lr=0.1)
+        self.schedule = types.SimpleNamespace(value=1.0)
+        self.where = where
+        if where == "group":
+            self.param_groups[0]["schedule"] = self.schedule
+        elif where == "closure":
+            schedule = self.schedule
+            self.factor = lambda: schedule.value
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.where == "group":
+            factor = self.param_groups[0]["schedule"].value
+        else:
+            factor = self.factor() if self.where == "closure" else self.schedule.value
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1 * factor)
+
+
+@pytest.mark.parametrize("where", ["group", "attribute", "closure"])
+@on_ranks(2)
+def test_an_optimizer_that_asks_an_object_updates_inside_step(rank, where):
+    with heard() as lines:
+        twins = Twins(rank, "plain", lambda module: Recipe(Scheduled(module.parameters(), where)), policy="fifo")
+        for number in range(9):
+            twins.step()
+            for _, optimizer, _ in twins.each():
+                optimizer.schedule.value = 1 + 0.1 * number
+    said = [line for line in lines if "step() of Scheduled reads its" in line]
+    return twins.differences() + compare.trees(len(said), 1 if rank.index == 0 else 0, "said")
+
+
+class Votes(torch.optim.SGD):
+    """Asks the other ranks about each parameter, as sign votes do."""
+
+    ended = 0
+
+    def __init__(self, parameters, after=0):
+        super().__init__(parameters, lr=0.1)
+        self.after, self.count = after, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            if self.count > self.after and p.grad is not None:
+                torch.distributed.all_reduce(p.grad)
+                Votes.ended += 1
+        return super().step(closure)
+
+
+@on_ranks(2, timeout_s=20.0)
+def test_a_collective_in_step_is_refused_before_it_starts(rank):
+    Votes.ended = 0
+    words = "Votes", "all", "hook mode"
+    found = not_refused(lambda: Twins(rank, "plain", lambda m: Recipe(Votes(m.parameters()))), *words)
+    return found + compare.trees(Votes.ended, 0, "collectives")
+
+
+@on_ranks(2, timeout_s=20.0)
+def test_a_collective_in_a_later_step_is_an_error(rank):
+    """With one block, so that parts are the same on both ranks, and nothing hangs."""
+
+    def trained():
+        twins = Twins(rank, "plain", lambda m: Recipe(Votes(m.parameters(), after=20)), policy="ddp")
+        for _ in range(30):
+            twins.ours.step(twins.steps)
+        twins.handle.flush()
+
+    return not_refused(trained, "collective", "Votes")
+
+
+class LaterOn(torch.optim.SGD):
+    """From its 20th step on, or when the gradients are large, it looks at all of them, or draws random numbers."""
+
+    def __init__(self, parameters, kind):
+        super().__init__(parameters, lr=1e-4)
+        self.kind, self.count = kind, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.kind == "outlier" and torch.stack([p.grad.norm() for p in given]).norm() > 1e8:
+            nn.utils.clip_grad_norm_(given, 1e4)
+        if self.kind == "noise" and self.count > 20:
+            for p in given:
+                p.grad.add_(torch.randn_like(p))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["outlier", "noise"])
+@on_ranks(2)
+def test_an_optimizer_that_cannot_be_divided_any_more_is_an_error(rank, kind):
+    def trained():
+        torch.manual_seed(0)
+        twins = Twins(rank, "plain", lambda m: Recipe(LaterOn(m.parameters(), kind)), policy="fifo")
+        for number in range(230):
+            values, targets = twins.task.batch(rank.index, number)
+            loss = nn.functional.cross_entropy(twins.ours.module(values), targets)
+            twins.ours.optimizer.zero_grad()
+            (loss * (1e12 if kind == "outlier" and number == 40 else 1)).backward()
+            twins.ours.optimizer.step()
+        twins.handle.flush()
+
+    return not_refused(trained, "LaterOn", "in parts", "hook mode")
+
+
+class Lookahead:
+    """Shares the state of the optimizer that it goes around, and reads entries that exist after its step."""
+
+    def __init__(self, base):
+        self.base, self.state = base, base.state
+
+    def step(self):
+        self.base.step()
+        for group in self.base.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                with torch.no_grad():
+                    slow.add_(p - slow, alpha=0.5)
+
+
+@on_ranks(2)
+def test_whoever_shares_the_state_finds_what_step_has_made(rank):
+    """The dict that it holds, made before attach, has the entries, too."""
+    return differences(rank, shared_state_before_attach, "overlap")
+
+
+def shared_state_before_attach(side):
+    module = net()
+    adam = torch.optim.Adam(module.parameters(), lr=1e-2)
+    around = Lookahead(adam)
+    called = side.called(module, adam, policy="fifo")
+    for number in range(9):
+        adam.zero_grad()
+        called(side.batch(number)).square().sum().backward()
+        around.step()
+    return side.result(module, adam), {name: around.state.get(p) for name, p in module.named_parameters()}
