@@ -27,6 +27,7 @@ class Feature:
     unused: bool = False  # a parameter may stay without a gradient
     tags: frozenset[str] = frozenset()  # what a program with it has: parts and wrappers may not go with that
     without: frozenset[str] = frozenset()
+    needs: frozenset[str] = frozenset()  # what a program with it must have
     weight: float = 1.0
 
 
@@ -47,6 +48,7 @@ def _feature(name: str, options: str, text: str) -> Feature:
         unused="unused" in given,
         tags=frozenset(given.get("tags", "").split(",")) - {""},
         without=frozenset(given.get("without", "").split(",")) - {""},
+        needs=frozenset(given.get("needs", "").split(",")) - {""},
         weight=float(given.get("weight", 1)),
     )
 

@@ -33,6 +33,14 @@ PARTS = (
         "with torch.no_grad():\n    self.b{n}.mul_(0.9).add_(x.mean(0))",
     ),
     Part(
+        "a late buffer",
+        "pass",
+        "if not hasattr(self, 'b{n}'):\n    self.register_buffer('b{n}', x.mean(0).detach())\n"
+        "x = x + 0.1 * self.b{n}\n"
+        "with torch.no_grad():\n    self.b{n} = 0.9 * self.b{n} + 0.1 * x.mean(0)",
+        without="compiled changes deepcopy_fails traced transforms",
+    ),
+    Part(
         "tied",
         "self.p{n} = nn.Linear(WIDTH, WIDTH)\nself.q{n} = nn.Linear(WIDTH, WIDTH)\nself.q{n}.weight = self.p{n}.weight",
         "x = self.q{n}(torch.tanh(self.p{n}(x)))",

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+import signal
 
 import torch
 from torch import distributed as dist
@@ -139,6 +140,92 @@ class KeepsPrevious(torch.optim.Optimizer):
                 p.sub_(p.grad if previous is None else 1.5 * p.grad - 0.5 * previous, alpha=group["lr"])
                 self.state[p]["previous"] = p.grad
         return loss
+
+
+class Schedule:
+    """An object that an optimizer asks, and a program advances."""
+
+    value = 1.0
+
+
+class Tuned(torch.optim.SGD):
+    """Has settings in containers, of its groups and of its own."""
+
+    def __init__(self, groups, schedule):
+        super().__init__(groups, lr=0.1, momentum=0.9)
+        self.schedule, self.own = schedule, {"factors": [1.0]}
+        for group in self.param_groups:
+            group["factors"] = [1.0, {"deep": 1.0}]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            factor = group["factors"][0] * group["factors"][1]["deep"] * self.own["factors"][0]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - 0.01 * factor * (1.0 if self.schedule is None else self.schedule.value))
+        super().step()
+        return loss
+
+
+def tuned(optimizer, schedule=None):
+    return optimizer if isinstance(optimizer, Tuned) and schedule is None else Tuned(optimizer.param_groups, schedule)
+
+
+def change_settings(optimizer, factor):
+    for group in optimizer.param_groups if isinstance(optimizer, Tuned) else ():
+        group["factors"][0] *= factor
+        group["factors"][1]["deep"] *= factor
+        optimizer.own["factors"][0] *= factor
+
+
+class Votes(torch.optim.SGD):
+    """Asks the other ranks about each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+        super().step()
+        return loss
+
+
+class Raises(torch.optim.SGD):
+    """Somebody sends the process a signal in the middle of each update."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        signal.raise_signal(signal.SIGUSR2)
+        super().step()
+        return loss
+
+
+def on_signal(function):
+    signal.signal(signal.SIGUSR2, lambda *_: function() and None)
+
+
+def loss_of(model, parameters, x, y):
+    return (torch.func.functional_call(model, parameters, (x,)) - y).pow(2).mean()
+
+
+def other_mapping(parameter):
+    """The parameter's shared memory once more, as another process has it."""
+    memory = torch.UntypedStorage._new_shared_fd_cpu(*parameter.untyped_storage()._share_fd_cpu_())
+    return torch.empty(0, dtype=parameter.dtype).set_(memory, 0, parameter.size(), parameter.stride())
 
 
 class Fails(torch.optim.SGD):

@@ -86,6 +86,8 @@ class Program:
             "many_ranks": self.ranks > 2,
             "static": "static_graph" in self.ddp_options,
             "accumulation": self.micro_batches > 1,
+            "closure": self.stepping == "closure",
+            "buffers": bool(parts & {"batch norm", "a buffer", "a late buffer"}),
             "scaler": self.stepping in ("scaler", "unscaled"),
             "autocast": self.autocast,
             "several": self.groups == "several",
@@ -116,7 +118,7 @@ class Program:
         tags = self.tags
         excluded = {each for part in self.modules for each in part.without.split()}
         excluded |= {each for use in self.uses for each in use.feature.without}
-        if excluded & tags:
+        if excluded & tags or not {each for use in self.uses for each in use.feature.needs} <= tags:
             return False
         if "static" in tags and (self.needs_unused or "accumulation" in tags):
             return False

@@ -17,7 +17,7 @@ from gradcast.training import preflight
 from gradcast.training.acceptance import check_optimizers, check_owners, trainable
 from gradcast.training.compat import fork
 from gradcast.training.compat.ddp_takeover import DdpTakeover
-from gradcast.training.compat.module_hooks import InputsHook, UncopiedHook, around_forward
+from gradcast.training.compat.module_hooks import InputsHook, around_forward
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call, refuse_pipeline
 from gradcast.training.plan.balancing import Balancing, SamplerCall, ShareSchedule, check_same_sampler
 from gradcast.training.sessions.kinds import Setup
@@ -38,6 +38,7 @@ class Attachment:
         self._left_out: set[int] = set()
         self._thawed: set[int] = set()
         self._is_borrowed = False  # the open forward pass uses other tensors than the module's own
+        self._is_called = False  # a forward pass of what the loop calls is open
         self._failure: Error | None = None  # of the start of a new session; nothing synchronizes the module since
         self._begin(accepted.parameters)
         self._compiled = self._compiled_blocks()
@@ -46,7 +47,7 @@ class Attachment:
             self._taken_over = DdpTakeover(accepted.ddp, self._joining, self._joined)
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.ddp is not None and not isinstance(accepted.module, torch.jit.ScriptModule):
-            self._hooks.append(accepted.module.register_forward_pre_hook(UncopiedHook(self._before_inner)))
+            self._hooks += around_forward([accepted.module], self._before_inner, self._after_inner)
         if self._options.weight == "samples":
             self._weigh_samples()
         fork.watch(self)
@@ -137,6 +138,7 @@ class Attachment:
         if self.session.released:  # in a forked child
             return
         refuse_pipeline()
+        self._is_called = True
         if torch.is_grad_enabled():
             self._refuse_other_ddp()
         frozen = self.session.long_frozen - self._thawed
@@ -167,7 +169,12 @@ class Attachment:
         elif is_evaluation(inner):
             self.session.before_evaluation()
 
+    def _after_inner(self, inner: nn.Module, output: Any, _: bool) -> None:
+        if not self.session.released and not self._is_called:
+            self.session.after_inner_forward(inner, output)
+
     def _after_forward(self, called: nn.Module, output: Any, _: bool) -> None:
+        self._is_called = False
         if self.session.released:
             return
         if self._is_borrowed:

@@ -9,7 +9,7 @@ from training.attached import heard, not_refused
 from training.needs import torch
 from training.optimizers import Recipe
 from training.pool import on_ranks
-from training.sides import differences, net
+from training.sides import differences
 from training.twins import Twins
 
 nn = torch.nn
@@ -206,25 +206,37 @@ class Lookahead:
     def step(self):
         self.base.step()
         for group in self.base.param_groups:
-            for p in group["params"]:
+            for p in (each for each in group["params"] if each.grad is not None):
                 slow = self.state[p].setdefault("slow", p.detach().clone())
                 with torch.no_grad():
                     slow.add_(p - slow, alpha=0.5)
 
 
-@on_ranks(2)
-def test_whoever_shares_the_state_finds_what_step_has_made(rank):
-    """The dict that it holds, made before attach, has the entries, too."""
-    return differences(rank, shared_state_before_attach, "overlap")
+class UsesMoreLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.later, self.turn = nn.Linear(6, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.turn += 1
+        return self.first(x) if self.turn < 7 else self.later(self.first(x))
 
 
-def shared_state_before_attach(side):
-    module = net()
+def shares_the_state(side):
+    """Entries of some parameters are made when others have a plan."""
+    module = UsesMoreLater()
     adam = torch.optim.Adam(module.parameters(), lr=1e-2)
     around = Lookahead(adam)
-    called = side.called(module, adam, policy="fifo")
-    for number in range(9):
+    called = side.called(module, adam, ddp_options={"find_unused_parameters": True}, policy="fifo")
+    for number in range(10):
         adam.zero_grad()
         called(side.batch(number)).square().sum().backward()
         around.step()
     return side.result(module, adam), {name: around.state.get(p) for name, p in module.named_parameters()}
+
+
+@on_ranks(2)
+def test_whoever_shares_the_state_finds_what_step_has_made(rank):
+    """Also in the dict that it has held since before attach."""
+    return differences(rank, shares_the_state, "overlap")

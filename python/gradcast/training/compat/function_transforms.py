@@ -1,4 +1,4 @@
-"""torch.func (grad, vjp, vmap, functionalize) wraps tensors by functions of C++ that do not ask a tensor's class first."""
+"""torch.func (grad, vjp, vmap, functionalize) wraps tensors by functions of C++ that do not ask a tensor's class."""
 
 import functools
 import importlib

@@ -387,6 +387,10 @@ class Session(SessionBase):
             self.controller.warmup.forward_ended(output)
         self._watch_output(module, output)
 
+    def after_inner_forward(self, inner: nn.Module, output: Any) -> None:
+        """``inner`` was called past DDP, which does not reduce the backward pass through this output."""
+        self._gradients.watch_output(inner, output, ForwardPass(synchronizes=False, training=inner.training))
+
     def _watch_output(self, module: nn.Module, output: Any) -> None:
         forward = ForwardPass(synchronizes=not self.no_sync_blocks.is_open, training=module.training)
         self._gradients.watch_output(module, output, forward)

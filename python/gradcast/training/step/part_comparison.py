@@ -1,7 +1,7 @@
 """From time to time, one parameter's update by itself is compared with that of the whole step.
 
 The trial at attach cannot show what an optimizer does later (noise after a burn-in) or with rare gradients (a clip by
-the norm of all). So some steps are not divided: the first ones, some from then on, and those whose gradients are much
+the norm of all). So some steps are not divided: an early one, some from then on, and those whose gradients are much
 larger or smaller than before. In such a step the optimizer first updates a copy of one parameter alone.
 
 Thread safety: under the session's lock.
@@ -16,7 +16,7 @@ from gradcast.errors import refused
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.partial_step import PartialStep
 
-_FIRST = (2, 20)
+_FIRST = 20
 _EVERY = 200  # steps
 _OUTLIER = 8.0  # times as large, or as small
 _STEPS_BETWEEN = 10  # at least, between two steps that are compared because of their gradients
@@ -39,7 +39,7 @@ class PartComparison:
         gradients are known; on a device none, so that the host need not wait."""
         self._steps += 1
         is_outlier = self._is_outlier(arrived) and self._steps - self._last >= _STEPS_BETWEEN
-        return self._is_possible and (self._steps in _FIRST or self._steps % _EVERY == 0 or is_outlier)
+        return self._is_possible and (self._steps == _FIRST or self._steps % _EVERY == 0 or is_outlier)
 
     def _is_outlier(self, arrived: Sequence[ParameterState]) -> bool:
         known = [state for state in arrived if state.update_grad is not None and state.update_grad.numel() > 0]
