@@ -10,6 +10,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "transport/torch/without_torch_function.h"
@@ -112,6 +114,23 @@ bool multiply_few(const at::Tensor& from, double factor, const at::Tensor& to) {
     return false;
   }
   return true;
+}
+
+constexpr uint64_t kFnvPrime = 0x100000001b3;
+
+// In elements, from the first one.
+int64_t last_element(const at::Tensor& tensor) {
+  int64_t offset = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    offset += (tensor.size(dim) - 1) * tensor.stride(dim);
+  return offset;
+}
+
+uint64_t bytes_at(const at::Tensor& tensor, int64_t element) {
+  const auto width = static_cast<int64_t>(tensor.element_size());
+  uint64_t bytes = 0;
+  std::memcpy(&bytes, static_cast<const char*>(tensor.const_data_ptr()) + element * width, std::min<int64_t>(width, 8));
+  return bytes;
 }
 
 }  // namespace
@@ -217,11 +236,18 @@ std::vector<int64_t> AccumulationHooks::with_gradient() const {
   return found;
 }
 
-int64_t AccumulationHooks::version() const {
-  int64_t total = 0;
-  for (const Hooked& hooked : hooked_)
-    total += static_cast<int64_t>(static_cast<AccumulateGrad*>(hooked.node.get())->variable._version());
-  return total;
+uint64_t AccumulationHooks::fingerprint() const {
+  uint64_t hash = 0;
+  for (const Hooked& hooked : hooked_) {
+    const at::Tensor& parameter = static_cast<AccumulateGrad*>(hooked.node.get())->variable;
+    if (!parameter.is_cpu()) {
+      hash += parameter._version();
+    } else if (parameter.numel() > 0) {
+      for (const int64_t element : {int64_t{0}, last_element(parameter)})
+        hash = (hash ^ bytes_at(parameter, element)) * kFnvPrime;
+    }
+  }
+  return hash;
 }
 
 void AccumulationHooks::on_gradient(size_t index) {

@@ -70,8 +70,10 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
 
   // Parameters that have a gradient.
   std::vector<int64_t> with_gradient() const;
-  // The sum of the parameters' versions, which grows with each change that torch notes.
-  int64_t version() const;
+  // Another number when parameters have changed, however that was. The same on ranks whose parameters are the same, in host
+  // memory: there it is a hash of each parameter's first and last bytes. On a device it is the sum of the versions, which
+  // grow with each change by an operation of torch.
+  uint64_t fingerprint() const;
 
   // For the hooks. Throws python_error, and what torch throws.
   void on_gradient(size_t index) GC_EXCLUDES(mutex_);

@@ -164,7 +164,7 @@ void bind_accumulation_hooks(py::module_& module) {
       .def("take_sent", &AccumulationHooks::take_sent,
            "What was sent since the last call, in order, and the norms of that.")
       .def("with_gradient", &AccumulationHooks::with_gradient, "Parameters that have a gradient.")
-      .def("version", &AccumulationHooks::version, "The sum of the parameters' versions.");
+      .def("fingerprint", &AccumulationHooks::fingerprint, "Another number when parameters have changed.");
 }
 
 // Wrong arguments raise gradcast.Error in Python, like everything else that gradcast refuses.

@@ -246,8 +246,11 @@ class Session(SessionBase):
     def reduces(self, forward: ForwardPass | None) -> bool:
         return self.sends and self.no_sync_blocks.reduces(forward)
 
-    def signature(self, version: int, forward: ForwardPass | None) -> Sequence[float]:
-        return self._consistency.begin_pass(version, forward)
+    def signature(self, fingerprint: int, forward: ForwardPass | None) -> Sequence[float]:
+        # On a device it shows only what is updated there by operations: not what ranks receive from one that updates.
+        if self.exchange.on_device and self.mode == "hook":
+            fingerprint = self._iteration
+        return self._consistency.begin_pass(fingerprint, forward)
 
     def on_backward_begin(self) -> None:
         with self._lock:

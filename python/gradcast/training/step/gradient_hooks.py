@@ -282,7 +282,7 @@ class GradientHooks:
         if self._task != self._checked_task:
             self._keep_accumulated_apart(first)
         counts = first is not None and self.weights.scale != 0
-        self._buffers.flag_all_used(listener.signature(self._hooks.version(), self._forward()) if counts else None)
+        self._buffers.flag_all_used(listener.signature(self._hooks.fingerprint(), self._forward()) if counts else None)
         self.exchange.on_flags_written()
         parameter_state.begin_step(self.states)
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task

@@ -26,8 +26,8 @@ class Listener(pending.Owner, Protocol):
     def reduces(self, forward: ForwardPass | None) -> bool:
         """Whether the backward pass that runs is reduced. ``forward``: whose output it goes through, if known."""
 
-    def signature(self, version: int, forward: ForwardPass | None) -> Sequence[float]:
-        """The marks of a backward pass that begins. ``version``: of all parameters."""
+    def signature(self, fingerprint: int, forward: ForwardPass | None) -> Sequence[float]:
+        """The marks of a backward pass that begins. ``fingerprint``: of the parameters."""
 
     @property
     def times_gradients(self) -> bool:

@@ -41,18 +41,18 @@ class RankConsistency:
         self._compare_every = compare_every
         self._error: Error | None = None
         self._failed_here: set[int] = set()  # iterations in which this rank's own backward pass has failed
-        self._version: int | None = None  # of the parameters when the last pass began
+        self._fingerprint: int | None = None  # of the parameters when the last pass began
         self._passes = 0  # that were reduced with these parameters, before the one that is open
         self._is_unchecked = False  # the signature of the open pass
 
     def on_backward_failure(self, iteration: int) -> None:
         self._failed_here.add(iteration)
 
-    def begin_pass(self, version: int, forward: ForwardPass | None) -> Sequence[float]:
-        """The signature of a pass that begins. ``version``: changes whenever a parameter does. ``forward``: whose
-        output it goes through; the mode of one that was not seen is not compared."""
-        self._passes = self._passes + 1 if version == self._version else 0
-        self._version, self._is_unchecked = version, not self._exchange.on_device
+    def begin_pass(self, fingerprint: int, forward: ForwardPass | None) -> Sequence[float]:
+        """The signature of a pass that begins. ``fingerprint``: another one when parameters have changed. ``forward``:
+        whose output the pass goes through; the mode of one that was not seen is not compared."""
+        self._passes = self._passes + 1 if fingerprint == self._fingerprint else 0
+        self._fingerprint, self._is_unchecked = fingerprint, not self._exchange.on_device
         mode = (0.0, 0.0) if forward is None else (float(forward.training), float(not forward.training))
         bits = self._passes & 1, self._passes >> 1 & 1
         return *mode, *(float(each) for bit in bits for each in (bit, 1 - bit))
