@@ -1,4 +1,4 @@
-"""What one process does for a snapshot: how fast it copies beside memcpy, and how long its writer holds the GIL.
+"""One process's work for a snapshot: how fast it copies beside memcpy, writes and reads, and how long it holds the GIL.
 
     python -m benchmarks.snapshot_writer [--mb 1500] [--tensors 148] [--folder /tmp/snapshots]
 
@@ -19,8 +19,11 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from gradcast.snapshots import store
+from gradcast.snapshots.files import Pace
+from gradcast.snapshots.reading import Reading
 from gradcast.snapshots.state import Copies
+from gradcast.snapshots.store import COMMON, file_of, place_of
+from gradcast.snapshots.writing import Layout, Writing
 
 
 def state_of(mb: float, tensors: int) -> tuple[nn.ParameterList, torch.optim.Adam]:
@@ -91,27 +94,35 @@ def main() -> None:
     shares = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     print(f"copies {statistics.median(ours):.2f} GB/s, memcpy {statistics.median(theirs):.2f} GB/s, "
           f"{statistics.median(shares):.2f} of it ({min(shares):.2f} to {max(shares):.2f})")  # fmt: skip
-    copies, layout = Copies(module, [optimizer], 0, 1), store.Layout()
+    copies, layout = Copies(module, [optimizer], 0, 1), Layout()
     copies.begin()
     copies.copy_rest()
     values = copies.values()
 
     def write() -> None:
-        writing = store.Writing(args.folder, 1, 0, layout, store.Pace())
-        writing.complete(layout.take_in([writing.write_part(values)]), list(values))
-        shutil.rmtree(args.folder)
+        shutil.rmtree(args.folder, ignore_errors=True)
+        writing = Writing(args.folder, 1, 0, layout, Pace())
+        part = writing.write_part(values, {file_of(0): b"", COMMON: b""})
+        layout.take_in([part])
+        writing.complete([part], list(values), world_size=1, is_local=False)
+
+    def read() -> None:
+        reading = Reading(place_of(args.folder, 1))
+        assert not reading.load(reading.files)
 
     def save() -> None:
+        shutil.rmtree(args.folder)
         args.folder.mkdir()
         torch.save({".".join(path): value for path, value in values.items()}, args.folder / "whole.pt")
-        shutil.rmtree(args.folder)
 
     rows = []
-    for name, action in {"nothing": lambda: time.sleep(1), "the writer": write, "torch.save": save}.items():
+    actions = {"nothing": lambda: time.sleep(1), "the writer": write, "reading": read, "torch.save": save}
+    for name, action in actions.items():
         waits, duration_s = longest_waits_ms(action, args.rounds)
         rows.append([name, duration_s, statistics.median(waits), max(waits)])
     head = ["", "s", "longest wait for the GIL, median ms", "most"]
     print(tabulate(rows, headers=head, tablefmt="github", floatfmt=".2f"))
+    shutil.rmtree(args.folder)
 
 
 if __name__ == "__main__":

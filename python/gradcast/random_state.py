@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from gradcast.errors import refused
+
 
 def random_state(device: torch.device) -> dict[str, Any]:
     state = {"python": random.getstate(), "torch": torch.get_rng_state()}
@@ -23,3 +25,14 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def require_random_state(state: dict[str, Any]) -> None:
+    """Raises Error(invalid_use) for a state that cannot be restored."""
+    try:
+        random.Random().setstate(state["python"])
+        torch.Generator().set_state(state["torch"])
+        if "numpy" in state and "numpy" in sys.modules:
+            sys.modules["numpy"].random.RandomState().set_state(state["numpy"])
+    except Exception as error:  # of each generator's own kind
+        raise refused(f"its random state cannot be restored ({type(error).__name__}: {error})") from None

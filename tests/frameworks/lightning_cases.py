@@ -161,7 +161,7 @@ def interrupted(watch: Watch, *, overlap: bool, step: int) -> Net:
         fit(watch, Net(manual=False), gloo, first, FailsAt(first, step), loader=counted_loader())
     torch.manual_seed(9)
     module, found = Net(manual=False), second.checkpoint()
-    watch.notes["found"] = f"{found.parent.name}/{found.name}"
+    watch.notes["found"] = f"{found.parent.parent.name}/{found.name}"
     gloo = DDPStrategy(process_group_backend="gloo")
     try:
         fit(watch, module, gloo, second, loader=counted_loader())

@@ -1,5 +1,6 @@
 """What the callbacks of frameworks share for snapshots, and what they refuse."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -39,23 +40,33 @@ def test_a_checkpoint_is_made_once_and_goes_with_its_snapshot(tmp_path):
     assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written) is None
     taken(tmp_path)
     first = FrameworkSnapshots(tmp_path, {}).checkpoint("some", written)
-    assert first == tmp_path / "step-1" / "some"
-    first.write_text("made before")
-    assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written).read_text() == "made before"
+    assert first == tmp_path / "step-1" / "framework" / "some"
+    made = []
+    again = FrameworkSnapshots(tmp_path, {}).checkpoint("some", lambda whole, place: made.append(place))
+    assert (again, made) == (first, [])
+    first.write_text("damaged")
+    assert FrameworkSnapshots(tmp_path, {}).checkpoint("some", written).read_text() == "1"
 
 
-def test_what_another_process_has_made_meanwhile_is_taken(tmp_path):
-    from gradcast.frameworks.snapshots import FrameworkSnapshots
+def test_what_another_process_has_made_meanwhile_is_taken(tmp_path, monkeypatch):
+    """On a file system without locks."""
+    from gradcast.frameworks import snapshots
 
+    monkeypatch.setattr(snapshots, "_alone", lambda _: contextlib.nullcontext())
     taken(tmp_path)
 
-    def made_meanwhile(whole, place):
-        for each in (place, place.parent / "some"):
-            each.mkdir()
-            (each / "model").write_text(each.name)
+    def made(text):
+        def write(whole, place):
+            place.mkdir()
+            (place / "model").write_text(text)
+            if text == "ours":
+                snapshots.FrameworkSnapshots(tmp_path, {}).checkpoint("some", made("theirs"))
 
-    found = FrameworkSnapshots(tmp_path, {}).checkpoint("some", made_meanwhile)
-    assert (found / "model").read_text() == "some"
+        return write
+
+    found = snapshots.FrameworkSnapshots(tmp_path, {}).checkpoint("some", made("ours"))
+    assert (found / "model").read_text() == "theirs"
+    assert sorted(each.name for each in found.parent.iterdir()) == [".some.json", "some"]
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
@@ -79,7 +90,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     ):
         gradcast.resume(tmp_path / "b", module, optimizer, extra={"loop": snapshots_of_a_loop()})
     (tmp_path / "b" / "step-1" / "__0_0.distcp").unlink()
-    with pytest.raises(gradcast.Error, match=r"not whole: __0_0\.distcp is cut off or not there; a checkpoint for"):
+    with pytest.raises(gradcast.Error, match=r"no snapshot in .* is whole: .*__0_0\.distcp"):
         FrameworkSnapshots(tmp_path / "b", {}).checkpoint("some", written)
 
 

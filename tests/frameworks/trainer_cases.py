@@ -145,7 +145,7 @@ def fit(
         trainer.add_callback(callback := attach(trainer))
     if resume == "snapshot":
         resume = callback.checkpoint()
-        watch.notes["found"] = "/".join(Path(resume).parts[-2:])
+        watch.notes["found"] = "/".join(Path(resume).parts[-3::2])
     trainer.train(resume_from_checkpoint=resume)
     if keep is not None:
         keep.append(trainer)

@@ -11,9 +11,9 @@ import pytest
 
 import gradcast
 from gradcast import _core
-from gradcast.snapshots import resuming, store, writer
+from gradcast.snapshots import reading, resuming, store, writer, writing
 from snapshots import program
-from training.attached import heard, hosts_of
+from training.attached import error_of, heard, hosts_of
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -164,7 +164,7 @@ def one_is_stuck(rank, folder):
     with heard() as messages, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "_OTHERS_AT_CLOSE_S", 0.5)
         if rank.index == 1:
-            patch.setattr(store.Writing, "write_part", lambda *_: stuck.wait(30))
+            patch.setattr(writing.Writing, "write_part", lambda *_: stuck.wait(30))
         handle, _, step = begun(rank.index, folder, every=3)
         for _ in range(4):
             step()
@@ -209,7 +209,7 @@ class FailsOnce(Place):
 
     def state_dict(self):
         self.calls += 1
-        if self.calls == 1:
+        if self.calls == 2:  # the first one is at the start
             raise MemoryError("no room")
         return {}
 
@@ -239,14 +239,14 @@ def resumes_cut(rank, folder, cut):
     torch.distributed.barrier()
     module = two_layers()
     before = [each.clone() for each in module.parameters()]
-    with pytest.raises(gradcast.Error, match=rf"step 3 .* not whole: __{cut}_0.distcp .* delete the folder step-3"):
+    with pytest.raises(gradcast.Error, match=rf"no snapshot .* step 3 \(rank 0: __{cut}_0.distcp has \d+ bytes"):
         gradcast.resume(folder, module, torch.optim.SGD(module.parameters(), 0.01))
     assert all(map(torch.equal, before, module.parameters()))
 
 
 def test_what_only_one_rank_has_wrong_is_refused_on_both(ranks, tmp_path):
     for rank, (unreadable, foreign) in enumerate(ranks.run(2, resumes_wrongly, str(tmp_path))):
-        assert "rank 1 cannot read it (OSError: gone)" in unreadable, rank
+        assert "rank 1: OSError: gone" in unreadable, rank
         assert "parameters of the module only" in foreign, rank
 
 
@@ -256,7 +256,7 @@ def resumes_wrongly(rank, folder):
     module, other = two_layers(), two_layers()
     with pytest.MonkeyPatch.context() as patch:
         if rank.index == 1:
-            patch.setattr(store.Reading, "object", fails_to_read)
+            patch.setattr(reading.Reading, "object", fails_to_read)
         with pytest.raises(gradcast.Error) as unreadable:
             gradcast.resume(folder, module, torch.optim.SGD(module.parameters(), 0.01))
     updated = module if rank.index == 0 else other
@@ -279,7 +279,8 @@ def resumes_apart(rank, folder):
     if rank.index == 1:
         place = Path(folder) / "1" / "step-3"
         place.mkdir(parents=True)
-        (place / ".metadata").touch()
+        for name in (store.MARK, store.METADATA):
+            (place / name).touch()
     module = torch.nn.Linear(1, 1)
     with pytest.raises(gradcast.Error) as caught:
         gradcast.resume(f"{folder}/{rank.index}", module, torch.optim.SGD(module.parameters(), 0.1))
@@ -289,13 +290,52 @@ def resumes_apart(rank, folder):
 @on_ranks(2)
 def test_a_first_snapshot_that_only_one_rank_has_completed_is_begun_anew(rank, tmp_path):
     folder = tmp_path / str(rank.index)
-    (folder / ("step-3" if rank.index == 0 else "step-3.tmp")).mkdir(parents=True)
-    if rank.index == 0:
-        (folder / "step-3" / ".metadata").touch()
+    place = folder / ("step-3" if rank.index == 0 else "step-3.tmp")
+    place.mkdir(parents=True)
+    for name in [store.MARK, store.METADATA][: 2 - rank.index]:
+        (place / name).touch()
     handle, snapshots, step = begun(rank.index, str(folder), resumes=True, every=3)
-    assert store.complete_steps(folder) + store.unfinished_steps(folder) == []
+    assert store.listed(folder) == ([], [], [])
     trained(handle, snapshots, step)
     assert store.complete_steps(folder) == [3]
+
+
+@on_ranks(2)
+def test_a_host_with_damage_gets_the_file_of_another(rank, tmp_path):
+    """Of folders of their own. Where nobody has it, all ranks take the snapshot before."""
+    folder = tmp_path / str(rank.index)
+    handle, snapshots, step = begun(rank.index, folder, every=2)
+    trained(handle, snapshots, step, steps=5)
+    steps, found = store.complete_steps(folder), []
+    whole = (tmp_path / "0" / f"step-{steps[-1]}" / "__0_0.distcp").read_bytes()
+    file = folder / f"step-{steps[-1]}" / "__0_0.distcp"
+    for content in (None, whole, b"damaged", whole[:-1] + b"!"):
+        if rank.index == 1 and content is not None:
+            file.write_bytes(content)
+        torch.distributed.barrier()
+        module = two_layers()
+        found.append(gradcast.resume(folder, module, torch.optim.SGD(module.parameters(), 0.01)))
+        assert file.read_bytes() == whole
+    file.write_bytes(b"damaged")
+    with heard() as messages:
+        found.append(gradcast.resume(folder, module, torch.optim.SGD(module.parameters(), 0.01)))
+    told = [each for each in messages if f"step {steps[-1]} (rank 0: __0_0.distcp has 7 bytes of" in each]
+    is_right = found == [*[steps[-1]] * 4, steps[-2]] and len(told) == (rank.index == 0)
+    return [] if is_right else [f"{found} of {steps}, {messages}"]
+
+
+@on_ranks(2)
+def test_parts_of_different_trainings_are_refused(rank, tmp_path):
+    """Of the same step, on hosts with folders of their own."""
+    for name in ("a", "b"):
+        handle, snapshots, step = begun(rank.index, tmp_path / f"{name}{rank.index}", every=2)
+        step.optimizer.param_groups[0]["lr"] = 0.5 if name == "b" else 0.25
+        trained(handle, snapshots, step)
+    folder = tmp_path / ("a0" if rank.index == 0 else "b1")
+    module = two_layers()
+    code, message = error_of(lambda: gradcast.resume(folder, module, torch.optim.SGD(module.parameters(), 0.01)))
+    is_right = code == "invalid_use" and "ranks 0 and 1 have parts of different snapshots" in message
+    return [] if is_right else [message]
 
 
 @on_ranks(2)
@@ -325,7 +365,7 @@ def test_no_rank_writes_into_a_folder_that_another_training_has_taken(rank, tmp_
     torch.distributed.barrier()
     trained(handle, snapshots, step)
     assert "another training writes its snapshots into" in snapshots.stats()["error"]
-    assert [each.name for each in tmp_path.iterdir()] == [".training"]
+    assert [each.name for each in tmp_path.iterdir()] == [store.MARK]
 
 
 @pytest.mark.parametrize("receiver", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -23,14 +23,17 @@ from torch.optim import Optimizer
 
 from gradcast.errors import Error
 from gradcast.random_state import random_state
+from gradcast.snapshots import store
 from gradcast.snapshots.agreement import Agreement
+from gradcast.snapshots.files import Pace
 from gradcast.snapshots.frequency import StepTimes
+from gradcast.snapshots.plain import from_bytes, require_plain, to_bytes
 from gradcast.snapshots.resuming import Resumed, resumed
 from gradcast.snapshots.sampler import ResumableLoader
 from gradcast.snapshots.schedule import Schedule
 from gradcast.snapshots.signals import Signals
-from gradcast.snapshots.state import COMMON, VERSION, Copies, from_bytes, local_path, own_path, to_bytes
-from gradcast.snapshots.store import Pace, Path_
+from gradcast.snapshots.state import Copies, extra_state
+from gradcast.snapshots.store import Path_
 from gradcast.snapshots.writer import Place, SnapshotOptions, Writer, Written
 from gradcast.training.sessions.kinds import TrainingSession
 
@@ -50,7 +53,8 @@ class _Taken:
     awaiting: set[str] | None = None
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
     rounds: dict[Path_, torch.Tensor] = dataclasses.field(default_factory=dict)  # with local steps
-    common: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    saved: dict[str, bytes] = dataclasses.field(default_factory=dict)  # objects of the model and of ``extra``, in order
+    optimizers: list[dict[str, Any]] | None = None
 
 
 class Snapshots:
@@ -73,7 +77,7 @@ class Snapshots:
         self._module = weakref.ref(module)
         self._session, self._plan_state = session, plan_state
         self._is_local = session().mode == "local"
-        self._prefix = local_path(place.rank) if self._is_local else ()
+        self._prefix = store.local_path(place.rank) if self._is_local else ()
         self._loader, self._extra = options.loader, options.extra
         self._device = next(module.parameters()).device
         self._copies: Copies | None = None
@@ -164,7 +168,7 @@ class Snapshots:
             is_due = False
             self._writer.give_up(str(error), others_answer=False)
         if is_due:
-            self._taken = _Taken(Written(self._schedule.step, time.perf_counter()))
+            self._taken = _Taken(Written(self._schedule.step, time.perf_counter(), self._is_local))
             with self._copying(self._taken):
                 if self._loader is not None:
                     self._taken.position = copy.deepcopy(self._loader.state_dict())
@@ -232,9 +236,9 @@ class Snapshots:
             self._tell_size(taken)
         taken.own |= {"plan": plan, "loader": self._position(taken)}
         if self._is_local or self._place.rank == 0:
-            extra_state = {n: v for n, v in module.state_dict(keep_vars=True).items() if n.endswith("_extra_state")}
-            extra = {name: each.state_dict() for name, each in self._extra.items()}
-            taken.common = {"model": to_bytes(extra_state), "extra": to_bytes(extra)}
+            states = {"the model": extra_state(module)}
+            states |= {f"extra[{name!r}]": each.state_dict() for name, each in self._extra.items()}
+            taken.saved = {what: to_bytes(state, what) for what, state in states.items()}
         self._copies.begin()
         taken.awaiting = set(self._session().due_names())
         self._copies.copy(n for n, _ in module.named_parameters() if n not in taken.awaiting)
@@ -259,26 +263,31 @@ class Snapshots:
             if written.failure is None:
                 self._copies.copy_rest()
                 if place.completes:
-                    tensors = [*self._copies.paths(), *taken.rounds]
-                    objects = [COMMON, *map(own_path, range(place.world_size))]
-                    written.paths = [*((*self._prefix, *path) for path in tensors), *objects]
-                common = {"version": VERSION, "step": written.step, "world_size": place.world_size}
-                common["is_local"] = self._is_local
-                common["has_loader"] = self._loader is not None
-                common["is_global"] = self._loader is None or isinstance(self._loader, ResumableLoader)
+                    written.paths = [(*self._prefix, *path) for path in (*self._copies.paths(), *taken.rounds)]
                 if self._is_local or place.rank == 0:
-                    common["optimizers"] = self._copies.optimizers_state()
-                written.values = lambda: self._values(taken, common)
+                    taken.optimizers = self._copies.optimizers_state()
+                written.values = lambda: self._values(taken)
         self._taken = None
         self._writer.submit(written)
 
-    def _values(self, taken: _Taken, common: dict[str, Any]) -> dict[Path_, Any]:
-        """What this rank writes. Called by the writer's thread."""
+    def _values(self, taken: _Taken) -> tuple[dict[Path_, torch.Tensor], dict[str, bytes]]:
+        """Returns this rank's part: tensors by path, and files of objects by name. The writer's thread calls it. Raises
+        Error(invalid_use) for more than plain data."""
         tensors = self._copies.values() | taken.rounds
-        values: dict[Path_, Any] = {(*self._prefix, *path): each for path, each in tensors.items()}
-        common |= {name: from_bytes(each) for name, each in taken.common.items()}
-        own = {"common": common} if self._is_local else {}
-        values[own_path(self._place.rank)] = to_bytes(taken.own | own)
-        if self._place.rank == 0:
-            values[COMMON] = to_bytes(common)
-        return values
+        others = {"the loader": taken.own["loader"], "the optimizer": taken.optimizers}
+        for what, data in (taken.saved | {what: to_bytes(each, what) for what, each in others.items()}).items():
+            require_plain(data, what)
+        objects: dict[str, Any] = {store.file_of(self._place.rank): taken.own}
+        if taken.optimizers is not None:
+            common = {"has_loader": self._loader is not None}
+            common["is_global"] = self._loader is None or isinstance(self._loader, ResumableLoader)
+            common["optimizers"] = taken.optimizers
+            common["model"], *extra = map(from_bytes, taken.saved.values())
+            common["extra"] = dict(zip(self._extra, extra, strict=True))
+            if self._is_local:
+                taken.own["common"] = common
+            else:
+                objects[store.COMMON] = common
+        files = {name: to_bytes(each, name) for name, each in objects.items()}
+        # A few of local steps have other strides.
+        return {(*self._prefix, *path): each.contiguous() for path, each in tensors.items()}, files

@@ -1,8 +1,10 @@
 """``handle.snapshots``: checks the call on all ranks, and puts a Snapshots object on the training."""
 
 import contextlib
+import dataclasses
 import math
 import numbers
+import os
 import secrets
 import signal
 import time
@@ -19,13 +21,15 @@ from gradcast.host_traffic import leaving_share
 from gradcast.intervals import united
 from gradcast.snapshots import store
 from gradcast.snapshots.agreement import Agreement, store_of
+from gradcast.snapshots.files import Pace
 from gradcast.snapshots.frequency import PlannedStep
+from gradcast.snapshots.newest import on_every_rank
+from gradcast.snapshots.plain import require_plain, to_bytes
 from gradcast.snapshots.resuming import resumed
 from gradcast.snapshots.sampler import PlaceInData
 from gradcast.snapshots.snapshots import Snapshots
-from gradcast.snapshots.state import group_names
+from gradcast.snapshots.state import by_name, extra_state, group_names, optimizers_in, plain_groups
 from gradcast.snapshots.writer import Place, SnapshotOptions
-from gradcast.training.acceptance import unwrapped_optimizer
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
@@ -44,30 +48,26 @@ def start(
     options: SnapshotOptions,
 ) -> Snapshots:
     """See Handle.snapshots."""
-    folder = Path(folder).resolve()
-    optimizers = [each() for each in handle._optimizers]
-    if optimizer is not None:
-        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        optimizers = [unwrapped_optimizer(each) for each in given]
+    group = handle._session.group
+    folder = on_every_rank(group, lambda: store.folder_of(folder))
+    own = [each() for each in handle._optimizers]
+    optimizers = on_every_rank(group, lambda: own if optimizer is None else optimizers_in(optimizer))
+    options = on_every_rank(group, lambda: dataclasses.replace(options, extra=by_name(options.extra)))
     before = resumed.get(folder)
     if before is not None and before.module is not None and before.module() is not module:
         before = None  # another training of this program
     start_step = 0 if before is None else before.step
-    failure = None
-    try:
-        _require_arguments(folder, before is not None, optimizers, options)
-        group_names(optimizers, {id(parameter): name for name, parameter in module.named_parameters()})
-    except Error as error:
-        failure = str(error)
+    on_every_rank(group, lambda: _require_arguments(folder, before is not None, module, optimizers, options))
+    on_every_rank(group, lambda: _require_plain_states(module, optimizers, options, group.rank))
     alike: dict[str, Any] = {name: getattr(options, name) for name in ("overhead", "keep", "every")}
     alike |= {"extra": sorted(options.extra), "loader": options.loader is not None}
-    alike |= {"signals": sorted(map(int, set(options.signals))) if failure is None else None}
+    alike |= {"signals": sorted(map(int, set(options.signals)))}
     alike |= {"plan": before is not None and before.plan is not None}
-    name, place = agree_on_folder(handle._session.group, folder, start_step, alike, failure)
+    name, place = agree_on_folder(group, folder, start_step, alike, () if before is None else before.damaged)
     if before is not None and before.plan is not None:
         handle.load_state_dict(before.plan)
     paces = options.over_network and place.world_size > 1 and hasattr(handle._session, "exchange")
-    pace = store.Pace(options.write_bytes_per_s)
+    pace = Pace(options.write_bytes_per_s)
     if paces:
         pace.is_network_busy = lambda: handle._session.exchange.busy
         pace.planned = lambda: planned_step(handle._session)
@@ -89,35 +89,27 @@ def start(
 
 
 def agree_on_folder(
-    group: Group, folder: Path, start_step: int, alike: dict[str, Any], failure: str | None
+    group: Group, folder: Path, start_step: int, alike: dict[str, Any], damaged: Collection[int]
 ) -> tuple[str, Place]:
-    """Returns a new name for these snapshots, and what this rank does for them. Collective. ``failure``: why this rank
-    cannot take any. Raises Error(invalid_use) on every rank if one cannot, or if they do not ask for the same."""
+    """Returns a new name for these snapshots, and what this rank does for them. ``damaged``: steps of snapshots that
+    were not resumed. Collective. Raises Error(invalid_use) on every rank if one cannot write, or if they do not ask for
+    the same."""
+    for rank, answer in enumerate(answers := group.gather((start_step, alike))):
+        if answer != answers[0]:
+            raise refused(
+                f"rank 0 goes on from step {answers[0][0]} with {answers[0][1]}, rank {rank} from step {answer[0]} "
+                f"with {answer[1]}; call gradcast.resume() and handle.snapshots() alike on all ranks"
+            )
     name = group.from_first(secrets.token_hex(8))
-    mark = folder / f".rank-{group.rank}"
+    marks = [folder / f"{store.MARK}-{name}-{rank}" for rank in range(group.world_size)]
     try:
-        if failure is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.write_text(name)
-    except OSError as error:
-        failure = f"rank {group.rank} cannot write into the folder {folder} ({error}); name one that can be written"
-    try:
-        answers = group.gather((failure, start_step, alike))
-        first = next((each for each, _, _ in answers if each is not None), None)
-        if first is not None:
-            raise refused(first)
-        for rank, answer in enumerate(answers):
-            if answer != answers[0]:
-                raise refused(
-                    f"rank 0 goes on from step {answers[0][1]} with {answers[0][2]}, rank {rank} from step {answer[1]} "
-                    f"with {answer[2]}; call gradcast.resume() and handle.snapshots() alike on all ranks"
-                )
+        on_every_rank(group, lambda: _leave_mark(folder, marks[group.rank]))
         # Ranks that see one another's marks share the folder.
-        seen = _seen(folder, name, group.world_size)
+        seen = _seen(marks)
         everybody = group.gather(seen)
     finally:
         with contextlib.suppress(OSError):
-            mark.unlink()
+            marks[group.rank].unlink()
     if any(everybody[other] != each for each in everybody for other in each):
         raise refused(f"the ranks see different files in {folder}; name a folder on local disks, or one that all share")
     shared = len(seen) == group.world_size
@@ -128,39 +120,54 @@ def agree_on_folder(
             folder,
         )
     place = Place(folder, name, group.rank, group.world_size, completes=seen[0] == group.rank, shared=shared)
-    failure = None
-    try:
-        if place.completes:
-            store.take_over(folder, name)
-            store.remove_leftovers(folder, None if shared else start_step)
-    except OSError as error:
-        failure = (
-            f"what an earlier training has left in {folder} cannot be removed ({error}); end that training if it still "
-            "runs, or remove it"
-        )
-    first = next((each for each in group.gather(failure) if each is not None), None)  # nobody writes before
-    if first is not None:
-        raise refused(first)
+    on_every_rank(group, lambda: _take_over(place, None if shared else start_step, damaged))  # nobody writes before
     return name, place
 
 
-def _seen(folder: Path, name: str, world_size: int) -> tuple[int, ...]:
+def _leave_mark(folder: Path, mark: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.open("x").close()
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _take_over(place: Place, beyond: int | None, damaged: Collection[int]) -> None:
+    """Removes what an earlier training has left. ``beyond``: see store.remove_leftovers."""
+    if not place.completes:
+        return
+    try:
+        store.take_over(place.folder, place.name)
+    except OSError as error:
+        raise _unwritable(place.folder, error) from None
+    try:
+        store.set_aside(place.folder, damaged)
+        store.remove_leftovers(place.folder, beyond)
+    except OSError as error:
+        raise refused(
+            f"what an earlier training has left in {place.folder} cannot be removed ({error}); end that training if it "
+            "still runs, or remove it"
+        ) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> Error:
+    return refused(f"the folder {folder} cannot be written ({error}); make room or name another one for snapshots")
+
+
+def _seen(marks: Sequence[Path]) -> tuple[int, ...]:
     """The ranks whose marks show here, which may take a moment."""
     end_s = time.monotonic() + _SEEN_WITHIN_S
-    found: set[int] = set()
     while True:
-        for rank in set(range(world_size)) - found:
-            with contextlib.suppress(OSError):
-                if (folder / f".rank-{rank}").read_text() == name:
-                    found.add(rank)
-        if len(found) == world_size or time.monotonic() > end_s:
-            return tuple(sorted(found))
+        found = [rank for rank, mark in enumerate(marks) if os.path.lexists(mark)]
+        if len(found) == len(marks) or time.monotonic() > end_s:
+            return tuple(found)
         time.sleep(0.05)
 
 
 def _require_arguments(
     folder: Path,
     goes_on: bool,
+    module: nn.Module,
     optimizers: Sequence[Optimizer],
     options: SnapshotOptions,
 ) -> None:
@@ -189,12 +196,33 @@ def _require_arguments(
             raise refused(
                 f"{name} is a {type(each).__name__}, whose place nobody counts; pass gradcast.ResumableLoader(loader)"
             )
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    group_names(optimizers, names)
+    store.require_room(folder)
     steps = store.complete_steps(folder)
     if steps and not goes_on:
         raise refused(
             f"{folder} holds a snapshot of step {steps[-1]}, which this program has not resumed; call "
             "gradcast.resume() before handle.snapshots(), or name another folder"
         )
+
+
+def _require_plain_states(
+    module: nn.Module, optimizers: Sequence[Optimizer], options: SnapshotOptions, rank: int
+) -> None:
+    """Raises Error(invalid_use) if one of the program's objects has a state that cannot be saved."""
+    reads: dict[str, Callable[[], Any]] = {
+        "the model": lambda: extra_state(module),
+        "the optimizer": lambda: [plain_groups(each) for each in optimizers],
+    }
+    named = {"the loader": options.loader} | {f"extra[{name!r}]": each for name, each in options.extra.items()}
+    reads |= {what: each.state_dict for what, each in named.items() if each is not None}
+    for what, read in reads.items():
+        try:
+            state = read()
+        except Exception as error:  # of the program: anything
+            raise refused(f"rank {rank}: {what} has no state ({type(error).__name__}: {error})") from error
+        require_plain(to_bytes(state, what), what)
 
 
 def _is_above_0(value: object) -> bool:

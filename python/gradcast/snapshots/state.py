@@ -6,7 +6,6 @@ those of a bare module travel from there. With local steps all of this is each r
 """
 
 import copy
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,19 +15,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import refused
 from gradcast.snapshots.store import Path_
-
-VERSION = 2  # of what a snapshot holds besides tensors
-COMMON = ("gradcast",)  # the path of what is no tensor
-
-
-def own_path(rank: int) -> Path_:
-    """The path of what belongs to one rank, and is no tensor."""
-    return ("ranks", str(rank))
-
-
-def local_path(rank: int) -> Path_:
-    """With local steps, what the paths of a rank's tensors begin with."""
-    return ("local", str(rank))
+from gradcast.training.acceptance import unwrapped_optimizer
 
 
 def owners(parameters: dict[str, nn.Parameter], world_size: int) -> dict[str, int]:
@@ -54,15 +41,23 @@ def by_name(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(extra or {})
 
 
-def to_bytes(value: Any) -> bytes:
-    """A copy of the value, tensors in it included."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def optimizers_in(given: Any) -> list[Optimizer]:
+    """The argument ``optimizer`` of the program, without wrappers. Raises Error(invalid_use)."""
+    found = [unwrapped_optimizer(each) for each in (given if isinstance(given, list | tuple) else [given])]
+    for each in found:
+        if not hasattr(each, "param_groups"):
+            raise refused(f"{each!r:.60} is no optimizer; give the optimizers of the training")
+    return found
 
 
-def from_bytes(value: bytes) -> Any:
-    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
+def plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups without their parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def extra_state(module: nn.Module) -> dict[str, Any]:
+    """The entries of the module's state dict that are no tensors, by name."""
+    return {name: each for name, each in module.state_dict(keep_vars=True).items() if name.endswith("_extra_state")}
 
 
 class Copies:
@@ -150,13 +145,17 @@ class Copies:
         step have run."""
         found = []
         for optimizer, names in zip(self._optimizers, self._groups, strict=True):
-            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             entries = {name: self._entry(name) for group in names for name in group}
             scalars = {n: {k: v for k, v in e.items() if not isinstance(v, torch.Tensor)} for n, e in entries.items()}
             on_host = {n: [k for k, v in e.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
                        for n, e in entries.items()}  # fmt: skip
             others = {k: v for k, v in dict.items(optimizer.state) if not isinstance(k, torch.Tensor)}
-            own = {"kind": type(optimizer).__name__, "names": names, "groups": groups, "scalars": scalars}
+            own = {
+                "kind": type(optimizer).__name__,
+                "names": names,
+                "groups": plain_groups(optimizer),
+                "scalars": scalars,
+            }
             found.append(copy.deepcopy(own | {"on_host": on_host, "others": others}))
         return found
 

@@ -13,13 +13,14 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradcast.snapshots import frequency, store
+from gradcast.snapshots import files, frequency, store
 from gradcast.snapshots.agreement import Agreement, LeftError
 from gradcast.snapshots.schedule import Schedule
+from gradcast.snapshots.writing import Layout, Part, Writing
 
 _log = logging.getLogger("gradcast")
 
@@ -36,7 +37,7 @@ class SnapshotOptions:
     keep: int
     every: int | None
     loader: Any
-    extra: dict[str, Any]
+    extra: Mapping[str, Any] | None
     write_bytes_per_s: float | None
     over_network: bool
     signals: Collection[int]
@@ -61,9 +62,10 @@ class Written:
 
     step: int
     begun_s: float
+    is_local: bool
     stall_s: float = 0.0
     failure: str | None = None
-    values: Callable[[], dict[store.Path_, Any]] = dict
+    values: Callable[[], tuple[dict[store.Path_, Any], dict[str, bytes]]] = lambda: ({}, {})  # tensors, objects
     paths: list[store.Path_] = dataclasses.field(default_factory=list)  # of all ranks; where ``completes``
 
 
@@ -87,12 +89,12 @@ class Writer:
         schedule: Schedule,
         times: frequency.StepTimes,
         options: SnapshotOptions,
-        pace: store.Pace,
+        pace: files.Pace,
     ) -> None:
         self._place, self._agreement, self._schedule, self._times = place, agreement, schedule, times
         self._options, self._pace = options, pace
         self._look_s = _LOOK_S if options.signals else None
-        self._layout = store.Layout()
+        self._layout = Layout()
         self._changed = threading.Condition()
         self._waiting: Written | None = None
         self._writing: Written | None = None
@@ -214,27 +216,29 @@ class Writer:
 
     def _write(self, written: Written) -> _Outcome:
         self._require_own_folder()
-        writing = store.Writing(self._place.folder, written.step, self._place.rank, self._layout, self._pace)
-        error, part, network_s = written.failure, b"", None
+        writing = Writing(self._place.folder, written.step, self._place.rank, self._layout, self._pace)
+        error, part, network_s = written.failure, None, None
         if error is None:
             try:
-                values = written.values()
-                part, network_s = writing.write_part(values), self._network_s(values)
+                tensors, objects = written.values()
+                part = writing.write_part(tensors, objects)
+                network_s = self._network_s(sum(each.bytes for each in part.stored.values()))
             except Exception as failure:
                 error = _described(failure)
-        parts: list[bytes] = []
+        parts: list[Part | None] = []
 
-        def decide_parts(answers: list[tuple[str | None, bytes]]) -> tuple[str | None, list[bytes]]:
+        def decide_parts(answers: list[tuple[str | None, Part | None]]) -> tuple[str | None, list[Part | None]]:
             parts[:] = [each for _, each in answers]
             return _first_error([each for each, _ in answers]), [] if self._place.shared else parts
 
         error, sent = self._agreement.decide((error, part), decide_parts)
         if self._place.completes:
-            results = self._layout.take_in(parts or sent)
+            parts = parts or sent
+            self._layout.take_in(parts)
             if error is None:
                 self._require_own_folder()
                 try:
-                    writing.complete(results, written.paths)
+                    writing.complete(parts, written.paths, world_size=self._place.world_size, is_local=written.is_local)
                 except Exception as failure:
                     error = _described(failure)
             if error is not None:
@@ -246,12 +250,11 @@ class Writer:
         self._delete_old(outcome)
         return outcome
 
-    def _network_s(self, values: dict[store.Path_, Any]) -> float | None:
+    def _network_s(self, size: int) -> float | None:
         planned = None if self._pace.planned is None else self._pace.planned()
         if planned is None:
             return None
-        size = sum(each.nbytes if hasattr(each, "nbytes") else len(each) for each in values.values())
-        return frequency.cost_over_network_s(planned, size, store.PIECE_BYTES, store.LONGEST_WAIT_S)
+        return frequency.cost_over_network_s(planned, size, files.PIECE_BYTES, files.LONGEST_WAIT_S)
 
     def _delete_old(self, outcome: _Outcome) -> None:
         if not self._place.completes or outcome.error is not None:

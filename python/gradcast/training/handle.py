@@ -255,16 +255,14 @@ class Handle:
         block travels. ``signals``: those that end the program once a last snapshot is complete, if they leave time for
         that.
 
-        Raises Error(invalid_use), on every rank, if the folder cannot be written, or if it holds snapshots that this
-        program has not resumed.
+        Raises Error(invalid_use), on every rank, if the folder cannot be written, if it holds snapshots that this
+        program has not resumed, or checkpoints of another program, or if a state is more than plain data and tensors,
+        since reading that could run code: ``torch.serialization.add_safe_globals`` allows it.
         """
         from gradcast.snapshots.start import start
-        from gradcast.snapshots.state import by_name
         from gradcast.snapshots.writer import SnapshotOptions
 
-        options = SnapshotOptions(
-            overhead, keep, every, loader, by_name(extra), write_bytes_per_s, over_network, signals
-        )
+        options = SnapshotOptions(overhead, keep, every, loader, extra, write_bytes_per_s, over_network, signals)
         if self._snapshots is not None:
             self._snapshots.close()
         self.flush()  # blocks in flight share the group on which ranks agree
