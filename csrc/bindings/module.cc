@@ -9,11 +9,12 @@ namespace py = pybind11;
 
 namespace {
 
-// gradcast::Error becomes gradcast.Error, which Python code raises too: one class to catch, with the code as a word.
+// gradcast::Error becomes gradcast.Error, which Python code raises too: one class to catch, with the code as a word. For
+// wrong use, its constructor makes a gradcast.UsageError.
 void raise_in_python(const gradcast::Error& error) {
   const py::object error_class = py::module_::import("gradcast.errors").attr("Error");
   const py::object exception = error_class(error.what(), std::string(to_string(error.code())));
-  PyErr_SetObject(error_class.ptr(), exception.ptr());
+  PyErr_SetObject(py::type::of(exception).ptr(), exception.ptr());
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ from gradcast._core import (
     play,
     policies,
 )
-from gradcast.errors import Error
+from gradcast.errors import Error, UsageError
 from gradcast.files import load_profile
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ __all__ = [
     "Snapshots",
     "Tensor",
     "Timeline",
+    "UsageError",
     "__version__",
     "attach",
     "bound",

@@ -1,6 +1,7 @@
 """The C++ core. Times are nanoseconds (``_ns``), sizes bytes. All but Engine and Monitor are values that do not change.
 
-Functions raise ``gradcast.Error`` with a sentence about what is wrong and what to do.
+Functions raise ``gradcast.Error``, for wrong use its subclass ``gradcast.UsageError``, with a sentence about what is
+wrong and what to do.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,22 @@
-"""The exception class of gradcast, raised by C++ and Python alike."""
+"""The exception classes of gradcast, raised by C++ and Python alike."""
 
 
-class Error(ValueError):
+class Error(RuntimeError):
     """The message is a sentence for the user: what is wrong, in which field, and what to do.
 
     ``code`` is "invalid_profile", "invalid_plan", "invalid_link", "invalid_option", "invalid_use" (training code that
     gradcast cannot follow), "communication" (the network or a peer failed), "environment" (a tool or a right is
     missing, or a file cannot be written) or "internal" (a defect of gradcast). The exit code of a command follows from
-    it (cli/main.py).
+    it (cli/main.py). With a code that begins with "invalid", it is a ``UsageError``.
+
+    ``on_all_ranks``: every rank of the group raises an error for the same reason.
     """
+
+    on_all_ranks = False
+
+    def __new__(cls, message: str, code: str = "invalid_option") -> "Error":
+        # The class follows from the code, so no place can raise one that contradicts the other.
+        return super().__new__(UsageError if cls is Error and code.startswith("invalid") else cls, message, code)
 
     def __init__(self, message: str, code: str = "invalid_option") -> None:
         super().__init__(message)
@@ -19,8 +27,13 @@ class Error(ValueError):
         return (type(self), (str(self), self.code))
 
 
+class UsageError(Error, ValueError):
+    """Wrong use: an option, a file or training code, and not the network, a file system or a defect. Also a
+    ValueError."""
+
+
 def refused(message: str) -> Error:
-    """An Error for training code that gradcast cannot follow."""
+    """Returns an Error for training code that gradcast cannot follow."""
     return Error(message, "invalid_use")
 
 

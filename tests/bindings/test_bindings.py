@@ -1,6 +1,7 @@
 """The module _core: it says what C++ says, its objects do not change, and its stub describes exactly what is there."""
 
 import ast
+import pickle
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,25 @@ def test_errors_are_one_class_with_a_code(read, code):
     with pytest.raises(gradcast.Error) as caught:
         read()
     assert caught.value.code == code
-    assert isinstance(caught.value, ValueError)
+    assert type(caught.value) is caught.type is gradcast.UsageError
+
+
+@pytest.mark.parametrize("code", ["invalid_profile", "invalid_plan", "invalid_link", "invalid_option", "invalid_use"])
+def test_wrong_use_is_also_a_value_error(code):
+    error = pickle.loads(pickle.dumps(gradcast.Error("a sentence", code)))
+    assert type(error) is gradcast.UsageError
+    assert isinstance(error, gradcast.Error)
+    assert isinstance(error, ValueError)
+    assert (str(error), error.code) == ("a sentence", code)
+
+
+@pytest.mark.parametrize("code", ["communication", "environment", "internal"])
+def test_other_errors_are_no_value_errors(code):
+    """A loop's ``except ValueError`` is for its own values, and must not swallow a network that has failed."""
+    error = pickle.loads(pickle.dumps(gradcast.Error("a sentence", code)))
+    assert isinstance(error, RuntimeError)
+    assert not isinstance(error, ValueError)
+    assert (str(error), error.code) == ("a sentence", code)
 
 
 @pytest.mark.parametrize(

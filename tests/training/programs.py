@@ -341,9 +341,9 @@ def catches_and_leaves(mode: str, failing_rank: str) -> None:
     try:
         training.step(4)
         training.handle.flush()
-    except ValueError as error:
+    except RuntimeError as error:
         tell(error=type(error).__name__, code=getattr(error, "code", None), message=str(error))
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(RuntimeError):
         training.handle.detach()
     training.loss(5).backward()
     training.optimizer.step()

@@ -167,11 +167,11 @@ void bind_accumulation_hooks(py::module_& module) {
       .def("fingerprint", &AccumulationHooks::fingerprint, "Another number when parameters have changed.");
 }
 
-// Wrong arguments raise gradcast.Error in Python, like everything else that gradcast refuses.
+// Wrong arguments raise gradcast.UsageError in Python, like everything else that gradcast refuses.
 void raise_in_python(const std::invalid_argument& error) {
   const py::object error_class = py::module_::import("gradcast.errors").attr("Error");
   const py::object exception = error_class(error.what(), "invalid_use");
-  PyErr_SetObject(error_class.ptr(), exception.ptr());
+  PyErr_SetObject(py::type::of(exception).ptr(), exception.ptr());
 }
 
 }  // namespace

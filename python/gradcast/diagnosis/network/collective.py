@@ -59,11 +59,11 @@ def fitted(found: list[tuple[int, float]], world_size: int) -> dict[str, Any]:
 
 def _times_s(collective: Any, size_bytes: int) -> list[float]:
     tensor = torch.zeros(size_bytes // 4, dtype=torch.float32, device="cpu")
-    times = []
+    c10d, times = extension.load(), []
     try:
         for _ in range(_FIRST_CALLS + _REPEATS):
             start = time.perf_counter()
-            extension.load().all_reduce(collective, tensor)
+            c10d.all_reduce(collective, tensor)
             times.append(time.perf_counter() - start)
     except RuntimeError as error:
         message = first_line(error)

@@ -188,9 +188,11 @@ def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def naming(what: str, rank: int, world_size: int) -> Iterator[None]:
-    """Turns RuntimeError into an Error that says what failed, and on which rank."""
+    """Turns torch's RuntimeError into an Error that says what failed, and on which rank."""
     try:
         yield
+    except Error:
+        raise
     except RuntimeError as error:
         if _SAME_GPU.search(str(error)):
             raise refused(
