@@ -120,6 +120,24 @@ def test_connections_of_others_are_not_measured_and_do_not_take_all_the_time(lis
         assert answering.result() > 0
 
 
+def test_a_stranger_that_sends_a_byte_now_and_then_is_left(listener, monkeypatch):
+    monkeypatch.setattr(tcp, "TIMEOUT_S", 2.0)
+    ended = threading.Event()
+
+    def drip(connection):
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.2):
+                connection.sendall(b"x")
+
+    with socket.create_connection(listener.address) as stranger:
+        dripping = InThread(drip, stranger)
+        answering = InThread(tcp.answer_one_way, listener, TOKEN, "rank 2")
+        tcp.measure_one_way(listener.address, TOKEN, SECONDS, "rank 0")
+        assert answering.result() > 0
+        ended.set()
+        dripping.result()
+
+
 @pytest.mark.parametrize(
     ("measure", "words"),
     [

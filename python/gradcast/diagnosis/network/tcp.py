@@ -86,9 +86,9 @@ class Listener:
                 while len(connections) < count:
                     self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                     connections.append(self._socket.accept()[0])
-                    # At most half of the remaining time: one that sends nothing cannot use up all of it.
-                    connections[-1].settimeout(max(0.001, (deadline - time.monotonic()) / 2))
-                    if (wanted_s := _read_hello(connections[-1], token)) is None:
+                    # At most half of the remaining time: a stranger cannot use up all of it.
+                    within_s = (deadline - time.monotonic()) / 2
+                    if (wanted_s := _read_hello(connections[-1], token, within_s)) is None:
                         connections.pop().close()
                     else:
                         seconds = wanted_s
@@ -99,10 +99,10 @@ class Listener:
         self._socket.close()
 
 
-def _read_hello(connection: socket.socket, token: bytes) -> float | None:
+def _read_hello(connection: socket.socket, token: bytes, within_s: float) -> float | None:
     """The seconds that the other side wants to measure; None if the connection is not of this measurement."""
     try:
-        shown, seconds = _HELLO.unpack(_exactly(connection, _HELLO.size))
+        shown, seconds = _HELLO.unpack(_exactly(connection, _HELLO.size, time.monotonic() + within_s))
     except (OSError, struct.error):
         return None
     return min(seconds, _MEASUREMENT_S_MAX) if hmac.compare_digest(shown, token) else None
@@ -207,10 +207,13 @@ def _naming(whom: str, what: str) -> Iterator[None]:
 # --- What goes over them ---
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    """Reads ``size`` bytes, or fewer if the other side closes the connection."""
+def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Reads ``size`` bytes, or fewer if the other side closes the connection. ``deadline``: for all of them."""
     data = b""
-    while len(data) < size and (part := connection.recv(size - len(data))):
+    while len(data) < size:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        if not (part := connection.recv(size - len(data))):
+            break
         data += part
     return data
 

@@ -180,6 +180,12 @@ class Group:
             raise
 
 
+def ranks_named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
 def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
     """Put this around collectives of objects. Over NCCL torch puts them on the thread's current device, which need not
     be the module's (DDP does not require it)."""

@@ -16,14 +16,14 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training.options import Options
 from gradcast.training.ranks.dropped import EngineUse
-from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.group import Group, ranks_named
 from gradcast.training.ranks.status_server import ask, start_status_server
 
 _log = logging.getLogger("gradcast")
@@ -34,6 +34,7 @@ _TIMEOUT_SHARE = 0.25
 _CHECKS = 4  # before a wait counts as a stall
 _RECORDS_DUMPED = 2
 _BLOCKS_DUMPED = 64
+_CHARACTERS_REPORTED = 2000  # of each sentence in a report, whose size the status server limits
 
 
 class StallWatchdog:
@@ -98,7 +99,7 @@ class StallWatchdog:
         waited_s = time.monotonic() - waiting.since_s
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
         waiting.is_reported = True
-        entry = {"iteration": self._engine.counters().iterations, "text": text}
+        entry = {"iteration": self._engine.counters().iterations, "text": text[:_CHARACTERS_REPORTED]}
         reports = self._exchange("stall", entry, waiting)
         if self._waiting is not waiting:
             if self._address is not None:
@@ -106,11 +107,7 @@ class StallWatchdog:
             return
         if reports is not None and min(reports) != self._group.rank:
             return
-        ranks = (
-            "Rank 0, which knows the other ranks that wait, does not respond."
-            if reports is None
-            else self._describe_ranks(reports)
-        )
+        ranks = self._unknown("wait") if reports is None else self._describe_ranks(reports)
         _log.warning("waiting for %.0f s, since %s: %s. %s", waited_s, since, text, ranks)
 
     def explain(self, error: Error) -> Error:
@@ -123,8 +120,8 @@ class StallWatchdog:
         if self._failure is None:
             entry = {
                 "iteration": self._engine.counters().iterations,
-                "error": str(error),
-                "waiting_for": self._engine.waiting_for(),
+                "error": str(error)[:_CHARACTERS_REPORTED],
+                "waiting_for": self._engine.waiting_for()[:_CHARACTERS_REPORTED],
                 "iterations": self._records(),
             }
             reports = self._exchange("failure", entry)
@@ -133,16 +130,21 @@ class StallWatchdog:
 
     def _describe_failure(self, reports: dict[int, Any] | None, own: dict[str, Any]) -> str:
         if reports is None:
-            text = "Rank 0, which knows the other ranks that failed, does not respond: it has ended, or is cut off."
+            text = self._unknown("failed")
             reports = {self._group.rank: own}
         else:
             text = self._describe_ranks(reports, "failed")
         if min(reports) != self._group.rank:
             return text
         try:
-            return f"{text} The last events of {_ranks(sorted(reports))} are in {self._dump(reports)}"
+            return f"{text} The last events of {ranks_named(sorted(reports))} are in {self._dump(reports)}"
         except OSError as error:
             return f"{text} (Their last events could not be written: {error})"
+
+    def _unknown(self, doing: str) -> str:
+        if self._address is None:
+            return f"This rank has never reached rank 0's status server, so it does not know which other ranks {doing}."
+        return f"Rank 0, which knows the other ranks that {doing}, does not respond: it has ended, or is cut off."
 
     def _dump(self, reports: dict[int, Any]) -> str:
         handle, path = tempfile.mkstemp(prefix="gradcast-failure-", suffix=".json", dir=self._folder)
@@ -154,7 +156,7 @@ class StallWatchdog:
     def _describe_ranks(self, reports: dict[int, Any], doing: str = "waiting") -> str:
         """Which ranks have reported and which have not, in sentences."""
         silent = [rank for rank in range(self._group.world_size) if rank not in reports]
-        text = f"{doing.capitalize()}: {_ranks(sorted(reports))}"
+        text = f"{doing.capitalize()}: {ranks_named(sorted(reports))}"
         own = reports[self._group.rank].get("iteration")
         for rank, entry in reports.items():
             if entry.get("iteration") != own:
@@ -162,7 +164,7 @@ class StallWatchdog:
         if not silent:
             return f"{text}."
         has = "has" if len(silent) == 1 else "have"
-        return f"{text}; {_ranks(silent)} {has} not responded: stopped, slow, ended, or elsewhere in the program."
+        return f"{text}; {ranks_named(silent)} {has} not responded: stopped, slow, ended, or elsewhere in the program."
 
     def _exchange(self, kind: str, entry: dict[str, Any], during: "_Wait | None" = None) -> dict[int, Any] | None:
         """Reports this rank's entry and collects the others' for a while. Returns all entries by rank, or None if the
@@ -197,12 +199,6 @@ class StallWatchdog:
             }
             for record in self._engine.timeline()[-_RECORDS_DUMPED:]
         ]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 @dataclasses.dataclass
