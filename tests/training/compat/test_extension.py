@@ -2,10 +2,13 @@
 
 import fcntl
 import os
+import platform
+import pwd
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -73,7 +76,7 @@ def built_files() -> list[Path]:
 def refusal(load, match: str) -> str:
     with pytest.raises(gradcast.Error, match=match) as raised:
         load()
-    assert raised.value.code == "invalid_use"
+    assert raised.value.code == "environment"
     return str(raised.value)
 
 
@@ -91,9 +94,11 @@ def test_it_is_built_once_and_then_found(load, monkeypatch, tmp_path):
     assert path.parent.name.startswith(f"torch-{torch.__version__}.cpython-")
     no_compiler(monkeypatch, tmp_path)
     module, built = load()
-    assert not built
+    assert not built, "the host that runs needs no compiler"
     assert module.answer == 42
     assert extension.load() is module
+    monkeypatch.setenv("CXXFLAGS", "-march=native")
+    refusal(load, r"no C\+\+ compiler was found")
 
 
 CHANGES = {
@@ -114,6 +119,97 @@ def test_what_has_changed_is_built_anew(load, world, monkeypatch, change):
     write_sources(world)
     monkeypatch.delenv("CXXFLAGS", raising=False)
     assert not load()[1], "both stay"
+
+
+COMPILER = """#!/bin/sh
+exec c++ "$@" $(cat {flags})
+"""
+
+
+@pytest.mark.parametrize("flags", ["-mavx2", "-D__VERSION__=99"], ids=["CPU", "version"])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="-mavx2 is for x86_64")
+def test_another_compiler_or_cpu_behind_the_same_name_builds_anew(load, monkeypatch, tmp_path, flags):
+    """As on hosts that share a home, with -march=native in CXXFLAGS or in a compiler's wrapper, or after an update."""
+    compiler, own_flags = tmp_path / "compiler", tmp_path / "flags"
+    compiler.write_text(COMPILER.format(flags=own_flags))
+    compiler.chmod(0o755)
+    own_flags.write_text("")
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load()[1]
+    own_flags.write_text(flags)
+    assert load()[1]
+    own_flags.write_text("")
+    assert not load()[1]
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+
+
+def places(world: Path) -> dict[str, Path]:
+    """The cache, a build's folder and its file."""
+    path = extension._path_in_cache(torch.__version__)
+    return {"cache": path.parent.parent, "folder": path.parent, "file": path}
+
+
+@pytest.mark.parametrize("what", ["cache", "folder", "file"])
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_what_others_can_write_is_not_loaded(load, world, what, mode):
+    load()
+    path = places(world)[what]
+    path.chmod(mode)
+    said = refusal(load, rf"others can write into .* \(its mode is {mode:o}\).*; chmod go-w {re.escape(str(path))}, or")
+    path.chmod(0o755)
+    assert not load()[1], said
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_belongs_to_others_is_not_loaded(load, world, what):
+    load()
+    os.chown(places(world)[what], 12345, -1)
+    assert str(places(world)[what]) in refusal(load, "belongs to the user with the number 12345")
+
+
+@needs_root
+def test_nothing_is_built_in_a_folder_of_others(load, world):
+    """That one has made before, in a folder as /tmp."""
+    folder = lock_of(world).parent
+    extension.cache_folder().chmod(0o1777)
+    os.chown(folder, 12345, -1)
+    refusal(load, "belongs to the user with the number 12345")
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    assert load()[1]
+
+
+@needs_root
+def test_root_uses_the_cache_of_a_mounted_home(load, world, monkeypatch, tmp_path):
+    """In a container. Who trusts the owner with HOME runs Python's files there already."""
+    monkeypatch.delenv("GRADCAST_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load()
+    for path in (tmp_path, *places(world).values()):
+        os.chown(path, 12345, -1)
+    assert not load()[1]
+    os.chown(tmp_path, 0, -1)
+    refusal(load, "belongs to the user with the number 12345")
+
+
+def test_what_is_built_is_not_writable_by_others(load, world):
+    before = os.umask(0)
+    try:
+        assert load()[1]
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in places(world).values()} == {0o755}
+
+
+def test_a_user_without_a_name_and_a_home_is_told_what_to_do(load, monkeypatch):
+    for name in ("GRADCAST_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError))
+    refusal(load, "no place for the part for torch: .* home .*; set GRADCAST_CACHE_DIR to a folder")
 
 
 def test_the_one_built_at_install_comes_first(load, world, monkeypatch, tmp_path):
@@ -154,7 +250,7 @@ LACKING = {
     "sources": (lambda world, patch: (world / "csrc/transport/torch/module.cc").unlink(), "install gradcast again"),
     "a cache": (
         lambda world, patch: patch.setenv("GRADCAST_CACHE_DIR", str(world / native_build.HEADERS[0] / "cache")),
-        "set GRADCAST_CACHE_DIR to a folder that can be written",
+        "set GRADCAST_CACHE_DIR to a folder",
     ),
 }
 
@@ -191,7 +287,7 @@ def test_where_the_cache_is(monkeypatch):
 
 
 def lock_of(tree: Path) -> Path:
-    path = extension.cache_folder() / native_build.key(tree, torch.__version__) / "lock"
+    path = extension._path_in_cache(torch.__version__).with_name("lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -249,7 +345,7 @@ def test_two_processes_at_once_build_once(world, monkeypatch, tmp_path):
             process.wait()
     assert [out for out, _ in said] == ["42\n", "42\n"], said
     assert sorted(err.count("building the part for torch") for _, err in said) == [0, 1], said
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = [call for call in (tmp_path / "calls").read_text().splitlines() if " -dM " not in call]
     assert len(calls) == 2, "one file to compile, one module to link"
 
 

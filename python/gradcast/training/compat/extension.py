@@ -3,6 +3,10 @@
 It looks for the module built when gradcast was installed, then in the cache; otherwise it compiles the module into the
 cache. GRADCAST_CACHE_DIR names the cache; the default is ``gradcast`` in XDG_CACHE_HOME or in ``~/.cache``.
 
+What is loaded from the cache runs as this user. So the cache, a build's folder in it and its file have to belong to
+this user, to root, or to the owner of the folder that the environment names (a container's root with a mounted home
+may use that), and nobody else may be able to write into them.
+
 Thread safety: any thread, any process.
 """
 
@@ -11,6 +15,8 @@ import fcntl
 import importlib.machinery
 import importlib.util
 import os
+import shlex
+import stat
 import sys
 import threading
 import time
@@ -18,12 +24,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from gradcast.errors import refused
+from gradcast.errors import Error
 from gradcast.training.compat import native_build
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Longer than any compilation takes, so a process that holds the lock for so long hangs.
 _LOCK_TIMEOUT_S = 900.0
+_FOLDER_MODE = 0o755
+_NAME_A_FOLDER = "set GRADCAST_CACHE_DIR to a folder that only you can write into"
 
 _lock = threading.Lock()
 _module: ModuleType | None = None
@@ -48,25 +56,59 @@ def sources_root() -> Path:
 def find() -> Path | None:
     """The file of the module for the torch that runs, None if it is not compiled yet. Raises Error without torch."""
     version = _torch_version()
+    installed = _installed(version)
+    if installed is not None:
+        return installed
     cached = _path_in_cache(version)
-    return _installed(version) or (cached if cached.exists() else None)
+    return cached if cached.exists() else None
 
 
 def cache_folder() -> Path:
-    own = os.environ.get("GRADCAST_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "gradcast"
+    return _cache_folder()[0]
+
+
+def _cache_folder() -> tuple[Path, Path]:
+    """The cache, and the folder that the environment names: the cache itself or one that it is in."""
+    try:
+        if own := os.environ.get("GRADCAST_CACHE_DIR"):
+            return Path(own).expanduser(), Path(own).expanduser()
+        if shared := os.environ.get("XDG_CACHE_HOME"):
+            return Path(shared) / "gradcast", Path(shared)
+        return Path.home() / ".cache" / "gradcast", Path.home()
+    except RuntimeError as error:
+        raise _unusable(f"there is no place for the part for torch: {error}; {_NAME_A_FOLDER}") from None
+
+
+def _unusable(message: str) -> Error:
+    return Error(message, "environment")
+
+
+def _check_trusted(path: Path) -> None:
+    """Raises Error if others than those whom this user trusts could have written what is at this path."""
+    cache, named = _cache_folder()
+    found = path.stat()
+    trusted = {os.geteuid(), 0, named.stat().st_uid}
+    if found.st_uid not in trusted:
+        raise _unusable(
+            f"{path} belongs to the user with the number {found.st_uid}, and what is compiled there would run as "
+            f"{os.geteuid()}; remove it, or {_NAME_A_FOLDER}"
+        )
+    # In a folder as /tmp nobody may replace what belongs to others.
+    may_write = 0 if path == cache and found.st_mode & stat.S_ISVTX else stat.S_IWGRP | stat.S_IWOTH
+    if found.st_mode & may_write:
+        raise _unusable(
+            f"others can write into {path} (its mode is {stat.S_IMODE(found.st_mode):o}), and what is compiled there "
+            f"would run as you; chmod go-w {shlex.quote(str(path))}, or {_NAME_A_FOLDER}"
+        )
 
 
 def _torch_version() -> str:
     try:
         import torch
     except ImportError:
-        raise refused("training needs PyTorch, which is not installed here; pip install torch") from None
+        raise _unusable("training needs PyTorch, which is not installed here; pip install torch") from None
     if not torch.distributed.is_available():
-        raise refused("this PyTorch was built without torch.distributed; install one that has it")
+        raise _unusable("this PyTorch was built without torch.distributed; install one that has it")
     return torch.__version__
 
 
@@ -76,27 +118,39 @@ def _installed(torch_version: str) -> Path | None:
 
 
 def _path_in_cache(torch_version: str) -> Path:
-    return cache_folder() / native_build.key(sources_root(), torch_version) / f"_c10d{native_build.MODULE_SUFFIX}"
+    cache, name = cache_folder(), f"_c10d{native_build.MODULE_SUFFIX}"
+    build, compiler = native_build.key(sources_root(), torch_version)
+    if compiler is None and not native_build.names_this_cpu():
+        # Another host has compiled it, or the image of this container was made with a compiler.
+        compiled = sorted(cache.glob(f"{build}-*/{name}"), key=lambda path: path.stat().st_mtime_ns)
+        if compiled:
+            return compiled[-1]
+    return cache / f"{build}-{compiler or 'none'}" / name
 
 
 def _cached(torch_version: str) -> Path:
     try:
         path = _path_in_cache(torch_version)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _only_one_builds(path.parent):
-                if not path.exists():  # another process may have built it meanwhile
-                    text = f"building the part for torch {torch_version}, once; it takes a minute or two ..."
-                    print(f"gradcast: {text}", file=sys.stderr, flush=True)
-                    native_build.build(sources_root(), path)
+            _build_into_cache(torch_version, path)
+        for each in (path.parent.parent, path.parent, path):
+            _check_trusted(each)
     except native_build.BuildError as error:
-        raise refused(str(error)) from None
+        raise _unusable(str(error)) from None
     except OSError as error:
-        raise refused(
-            f"cannot write the part for torch into the cache ({error}); "
-            "set GRADCAST_CACHE_DIR to a folder that can be written"
-        ) from None
+        raise _unusable(f"the cache for the part for torch cannot be used ({error}); {_NAME_A_FOLDER}") from None
     return path
+
+
+def _build_into_cache(torch_version: str, path: Path) -> None:
+    for folder in (path.parent.parent, path.parent):
+        folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        _check_trusted(folder)  # before anything is compiled there
+    with _only_one_builds(path.parent):
+        if not path.exists():  # another process may have built it meanwhile
+            text = f"building the part for torch {torch_version}, once; it takes a minute or two ..."
+            print(f"gradcast: {text}", file=sys.stderr, flush=True)
+            native_build.build(sources_root(), path)
 
 
 @contextlib.contextmanager
@@ -111,7 +165,7 @@ def _only_one_builds(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise refused(
+                    raise _unusable(
                         f"another process has been building the part for torch for {_LOCK_TIMEOUT_S:.0f} s; "
                         f"end it (it holds {path}) and start again"
                     ) from None
@@ -127,7 +181,7 @@ def _import(path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        raise refused(
+        raise _unusable(
             f"the part for torch was built but does not load ({error}); remove {path} and start again"
         ) from None
     sys.modules[name] = module

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 MODULE_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -40,10 +41,15 @@ _LIBRARIES = ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python")
 # One file takes about 15 s.
 _TIMEOUT_S = 600
 _SHOWN_LINES = 15
+_MODE = 0o755
 
 
 class BuildError(Exception):
     """Says what is missing or what the compiler printed, and what to do."""
+
+
+class NoCompilerError(BuildError):
+    """There is no compiler here."""
 
 
 def files(root: Path) -> list[Path]:
@@ -62,19 +68,41 @@ def installed_name(torch_version: str) -> str:
     return f"_c10d.torch-{torch_version}{MODULE_SUFFIX}"
 
 
-def key(root: Path, torch_version: str) -> str:
-    """The name of a build: equal for equal sources, flags, compiler, Python, torch and C library."""
-    digest = hashlib.sha256()
-    for path in files(root):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+def key(root: Path, torch_version: str) -> tuple[str, str | None]:
+    """The name of a build, and that of the compiler that makes it, None if there is none here. The first is equal for
+    equal sources, flags, torch, Python's ABI (in the suffix) and C library, the second for equal compilers and CPUs.
+    Raises BuildError."""
+    import torch
+
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
-    for text in (*_FLAGS, *_WARNINGS, *_LIBRARIES, *_user_flags(), os.environ.get("CXX", ""), libc):
-        digest.update(text.encode() + b"\0")
-    return f"torch-{torch_version}{MODULE_SUFFIX.removesuffix('.so')}-{digest.hexdigest()[:16]}"
+    of_torch = (torch.version.git_version, str(torch.compiled_with_cxx11_abi()))
+    texts = (*_FLAGS, *_WARNINGS, *_LIBRARIES, *_user_flags(), os.environ.get("CXX", ""), libc, *of_torch)
+    sources = [part for path in files(root) for part in (path.name.encode(), path.read_bytes())]
+    name = f"torch-{torch_version}{MODULE_SUFFIX.removesuffix('.so')}-{_digest([*sources, *map(str.encode, texts)])}"
+    try:
+        compiler = _compiler()
+    except NoCompilerError:
+        return name, None
+    return name, _digest([os.path.realpath(shutil.which(compiler[0])).encode(), _macros(compiler)])
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:16]
+
+
+def _macros(compiler: list[str]) -> bytes:
+    """The macros that this compiler defines with the flags of a build: among them its version, that of the C++ library,
+    and the CPU's features that it uses. Our own flags name no CPU, but CXXFLAGS=-march=native does, or a compiler's
+    wrapper, and then the build runs on CPUs like this one only."""
+    command = [*compiler, *_FLAGS, *_user_flags(), "-dM", "-E", "-x", "c++", "-"]
+    return _run_one([], command, "#include <version>\n").encode()
 
 
 def build(root: Path, target: Path) -> None:
-    """Compiles into ``target``, which appears complete or not at all. Raises BuildError."""
+    """Compiles into ``target``, which appears complete or not at all, writable by this user only. Raises BuildError."""
     compiler, include_flags = _compiler(), _include_flags(root)
     sources = [path for path in files(root) if path.suffix == ".cc"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
@@ -85,7 +113,15 @@ def build(root: Path, target: Path) -> None:
         # No run path is needed: the torch that imports this module has already loaded these libraries.
         link_flags = [f"-L{_torch_folder() / 'lib'}", *_LIBRARIES, "-Wl,-s"]
         _run([[*compiler, "-shared", "-o", str(module), *map(str, objects), *link_flags]])
+        module.chmod(_MODE)
+        with module.open("rb") as file:
+            os.fsync(file.fileno())  # after a crash of the host, its name would stand for an empty file
         module.replace(target)
+
+
+def names_this_cpu() -> bool:
+    """Whether flags of the user's ask for the CPU at hand."""
+    return any("native" in flag for flag in (*_user_flags(), os.environ.get("CXX", "")))
 
 
 def _user_flags() -> list[str]:
@@ -96,14 +132,14 @@ def _compiler() -> list[str]:
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen:
         if shutil.which(chosen[0]) is None:
-            raise BuildError(
+            raise NoCompilerError(
                 f"the C++ compiler {chosen[0]} of the environment variable CXX was not found; install it or change CXX"
             )
         return chosen
     for name in _COMPILERS:
         if shutil.which(name):
             return [name]
-    raise BuildError(
+    raise NoCompilerError(
         f"no C++ compiler was found ({', '.join(_COMPILERS)}); install one that supports C++20, for instance g++, "
         "or name it with the environment variable CXX"
     )
@@ -142,12 +178,13 @@ def _run(commands: list[list[str]]) -> None:
         pool.shutdown()
 
 
-def _run_one(begun: list[subprocess.Popen], command: list[str]) -> None:
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+def _run_one(begun: list[subprocess.Popen], command: list[str], text: str = "") -> str:
+    """Returns what the compiler prints; ``text``: its standard input."""
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, **streams, text=True, errors="replace")
     begun.append(process)
     try:
-        output = process.communicate(timeout=_TIMEOUT_S)[0]
+        output = process.communicate(text, timeout=_TIMEOUT_S)[0]
     except subprocess.TimeoutExpired:
         raise BuildError(f"the C++ compiler did not end within {_TIMEOUT_S} s: {shlex.join(command)}") from None
     if process.returncode != 0:
@@ -156,3 +193,4 @@ def _run_one(begun: list[subprocess.Popen], command: list[str]) -> None:
             f"compiling the part for torch failed (exit code {process.returncode} of {command[0]}); "
             f"it needs a compiler that supports C++20. The last lines:\n{last}"
         )
+    return output
