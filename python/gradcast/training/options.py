@@ -117,18 +117,17 @@ class Options:
     clips_unasked: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_int("warmup_steps", self.warmup_steps, 3)
-        _require_int("in_flight", self.in_flight, 1)
-        _require_int("timeline_steps", self.timeline_steps, 1)
-        _require_positive("stall_warning_s", self.stall_warning_s)
-        _require_int("compare_every", self.compare_every, 0)
-        if self.max_ctas is not None:
-            _require_int("max_ctas", self.max_ctas, 1)
+        for name in ("warmup_steps", "in_flight", "timeline_steps", "compare_every", "max_ctas"):
+            _require_int(name, getattr(self, name))
+        for name in ("plan", "dump_dir"):
+            if not isinstance(getattr(self, name), str | os.PathLike | None):
+                raise Error(f"options.{name} is {getattr(self, name)!r}; a path is expected")
         if self.on_alarm is not None and not callable(self.on_alarm):
             raise Error(f"options.on_alarm is {self.on_alarm!r}; a function of an alarm is expected")
-        for name in ("timeout_s", "max_grad_norm", "max_grad_value"):
+        _require_positive("stall_warning_s", self.stall_warning_s, _SECONDS_MAX)
+        for name, most in (("timeout_s", _SECONDS_MAX), ("max_grad_norm", None), ("max_grad_value", None)):
             if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
+                _require_positive(name, getattr(self, name), most)
         if self.max_grad_norm is not None and self.max_grad_value is not None:
             raise Error("options.max_grad_norm and options.max_grad_value are both given; choose one")
         if self.max_grad_norm is None and self.grad_norm_type != 2.0:
@@ -151,7 +150,11 @@ class Options:
                 f"options.policy is {self.policy!r}, which needs other operations than all-reduce; choose another"
             )
         known = [parameter.name for parameter in policy.parameters]
-        for name in self.policy_parameters:
+        if not isinstance(self.policy_parameters, Mapping):
+            raise Error(f"options.policy_parameters is {self.policy_parameters!r}; numbers by name are expected")
+        for name, value in self.policy_parameters.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise Error(f"options.policy_parameters has {value!r} for {name}; a number is expected")
             if name not in known:
                 raise Error(f"options.policy_parameters has {name!r}; {self.policy} knows {', '.join(known) or 'none'}")
 
@@ -190,7 +193,7 @@ def _check_local_steps(options: Options) -> None:
     elif isinstance(every, str):
         raise Error(f"options.sync_every is {every!r}; a whole number of at least 1, or auto, is expected")
     else:
-        _require_int("sync_every", every, 1)
+        _require_int("sync_every", every)
         for name in _AUTO:
             if getattr(options, name) is not None:
                 raise Error(f"options.{name} belongs to sync_every='auto', and sync_every is {every}; leave it out")
@@ -211,7 +214,7 @@ def _check_local_steps(options: Options) -> None:
         _require_positive("outer_lr", options.outer_lr)
     _require_share("outer_momentum", options.outer_momentum)
     if options.outer_overlap is not None:
-        _require_int("outer_overlap", options.outer_overlap, 0)
+        _require_int("outer_overlap", options.outer_overlap)
         if options.outer_overlap >= limit:
             raise Error(
                 f"options.outer_overlap is {options.outer_overlap} steps and sync_every {limit}; a fragment has to be "
@@ -242,10 +245,22 @@ def _check_auto(options: Options) -> None:
             f"options.evaluate_metric is {options.evaluate_metric!r}; {' or '.join(METRICS)} is expected, as "
             "options.evaluate returns it"
         )
-    if options.sync_every_max is not None:
-        _require_int("sync_every_max", options.sync_every_max, 2)
+    _require_int("sync_every_max", options.sync_every_max)
 
 
+# From a value on that works, to one above which nothing sensible lies: more memory or time than anybody meant, or more
+# than there is to use. NCCL has at most 64 channels.
+_LIMITS = {
+    "warmup_steps": (3, 1000),
+    "in_flight": (1, 1024),
+    "timeline_steps": (1, 10_000),
+    "compare_every": (0, 1_000_000),
+    "max_ctas": (1, 64),
+    "sync_every": (1, 100_000),
+    "sync_every_max": (2, 100_000),
+    "outer_overlap": (0, 100_000),
+}
+_SECONDS_MAX = 7 * 24 * 3600
 _AUTO = ("sync_every_max", "evaluate", "evaluate_batch", "evaluate_metric")
 _OUTER = ("outer", "outer_lr", "outer_momentum", "outer_overlap", "outer_merge", "inner")
 _PLANLESS = "local steps follow no measured plan"
@@ -275,11 +290,17 @@ def _require_share(name: str, value: object) -> None:
         raise Error(f"options.{name} is {value!r}; a number from 0 and below 1 is expected")
 
 
-def _require_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise Error(f"options.{name} is {value!r}; a whole number of at least {least} is expected")
+def _require_int(name: str, value: object) -> None:
+    """Where None is allowed, it is the default."""
+    least, most = _LIMITS[name]
+    if value is None and Options.__dataclass_fields__[name].default is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise Error(f"options.{name} is {value!r}; a whole number of at least {least} and at most {most} is expected")
 
 
-def _require_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise Error(f"options.{name} is {value!r}; a number above 0 is expected")
+def _require_positive(name: str, value: object, most: float | None = None) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf") or (most is not None and value > most):
+        to = "" if most is None else f" and at most {most}"
+        raise Error(f"options.{name} is {value!r}; a number above 0{to} is expected")
