@@ -61,5 +61,5 @@ def _phases(program: Program, steps: list[tuple[int, str, bool, int]]) -> tuple[
 
 def _reason(text: str) -> str:
     """The same text for messages that differ in names and numbers only."""
-    text = re.sub(r"^rank \d+ refuses to attach: ", "", text)
+    text = re.sub(r"^attach failed on rank \d+ of \d+: ", "", text)
     return re.sub(r"\b(\w+\.)+\w+\b|\bp\d\b|\d+", "…", text)[:160]

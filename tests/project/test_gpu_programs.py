@@ -147,7 +147,7 @@ def test_a_case_that_goes_wrong_fails(monkeypatch, capsys):
         ("communication", "Failed: rank 0; rank 1 has not responded", 9, None),
         ("communication", "Failed: ranks 0 and 1", 9, None),
         ("communication", "rank 0 of 2 has failed", 9, "does not name rank 1"),
-        ("invalid_use", "rank 1 refuses to attach", 9, "the error's code is invalid_use"),
+        ("invalid_use", "attach failed on rank 1 of 2: this module", 9, "the error's code is invalid_use"),
         ("communication", "connecting rank 1", 8, "raised in step 7, before anything had happened"),
     ],
 )

@@ -123,13 +123,14 @@ void send_in_pieces(const at::Tensor& flat, Piece& piece) {
 
 }  // namespace
 
-// Texts differ in length, and a backend's all-gather wants equal lengths: sizes travel first, then padded texts.
+// Texts differ in length, and a backend's all-gather wants equal lengths: sizes are sent first, then padded texts, if there are any.
 std::vector<std::string> gather(c10d::ProcessGroup& group, const std::string& own, at::Device device) {
   const at::NoGradGuard no_grad;
   std::vector<int64_t> sizes;
   for (const at::Tensor& size : all_gather(group, number(static_cast<int64_t>(own.size()), device)))
     sizes.push_back(size.item<int64_t>());
   const int64_t largest = *std::max_element(sizes.begin(), sizes.end());
+  if (largest == 0) return std::vector<std::string>(sizes.size());
   const std::vector<at::Tensor> messages = all_gather(group, bytes(own, largest, device));
   std::vector<std::string> texts;
   for (size_t rank = 0; rank < sizes.size(); ++rank)

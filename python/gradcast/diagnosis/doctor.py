@@ -124,7 +124,7 @@ class Doctor:
         return None
 
     def _measure(self, group: Group, progress: Progress) -> RankMeasurements:
-        hosts = network_hosts.names(group.gather(own_host()))
+        hosts = network_hosts.names(group.computed_by_each(own_host, "reading the host's name"))
         nodes = Hosts.of(hosts).ranks
         ordinary = self.observer.steps[WARMUP_STEPS:]
         probes = Prober(self._ddp, self._optimizers, list(self.observer.recorded_steps), group.own)
@@ -136,8 +136,9 @@ class Doctor:
         makers = {name: functools.partial(probes.wrapper, of_kind) for name, of_kind in groups.items()}
         options = _costly_options(self._ddp)
         makers |= {name: functools.partial(probes.wrapper, groups["cluster"], **{name: False}) for name in options}
-        process = environment.own_process()
-        threads = _fitting_threads(hosts, group.rank, group.gather(process))
+        processes = group.computed_by_each(environment.own_process, "reading the process's limits")
+        process = processes[group.rank]
+        threads = _fitting_threads(hosts, group.rank, processes)
         if threads is not None:
             options.append("threads")
             makers["threads"] = makers["cluster"]

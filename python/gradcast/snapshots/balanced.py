@@ -48,7 +48,6 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
         change. Collective. Raises Error(invalid_use), on every rank, if ranks give different arguments or data sets of
         different lengths, if there are fewer samples than ranks, or if GRADCAST_DISABLE is set. On a device shares stay
         even, with a warning: how long a rank computes there is not measured."""
-        super().__init__(dataset, shuffle, seed)
         if not hasattr(handle, "_balance"):
             raise refused(
                 f"BalancedBatchSampler got a {type(handle).__name__} as handle; pass what gradcast.attach() returned"
@@ -56,12 +55,16 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
         self._attached, self._module = weakref.ref(handle._attached), handle._module
         self._rank, self._world_size = handle.rank, handle.world_size
         self._is_over = False  # the current epoch, for a loader that does not count
-        refusal = self._refusal(batch, every)
-        if refusal is not None:
-            batch = every = self._world_size
-        self._schedule = ShareSchedule(batch, self._world_size, every, self._warn_of_batch_norm)
-        settings = {"samples": self._size, "batch": batch, "shuffle": shuffle, "seed": seed, "every": every}
-        handle._balance(self._schedule, SamplerCall(refusal, settings))
+        begin = super().__init__
+
+        def call() -> SamplerCall:
+            begin(dataset, shuffle, seed)
+            self._check(batch, every)
+            self._schedule = ShareSchedule(batch, self._world_size, every, self._warn_of_batch_norm)
+            settings = {"samples": self._size, "batch": batch, "shuffle": shuffle, "seed": seed, "every": every}
+            return SamplerCall(self._schedule, settings)
+
+        handle._balance(call)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -105,18 +108,17 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
             self._is_over = False
         super().set_epoch(epoch)
 
-    def _refusal(self, batch: object, every: object) -> str | None:
-        """Why these arguments cannot be used."""
+    def _check(self, batch: object, every: object) -> None:
+        """Raises Error(invalid_use) for arguments that cannot be used."""
         for name, value, least in (("batch", batch, self._world_size), ("every", every, 2)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 needed = "one sample for each rank" if name == "batch" else "the steps that are measured"
-                return f"BalancedBatchSampler got {name}={value!r}; at least {least} are needed, {needed}"
+                raise refused(f"BalancedBatchSampler got {name}={value!r}; at least {least} are needed, {needed}")
         if self._size < self._world_size:
-            return (
+            raise refused(
                 f"BalancedBatchSampler got a data set of {self._size} samples for {self._world_size} ranks; each rank "
                 "needs one in every step, so start fewer ranks"
             )
-        return None
 
     def _warn_of_batch_norm(self) -> None:
         module = self._module()

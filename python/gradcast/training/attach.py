@@ -11,17 +11,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.errors import Error, refused
+from gradcast.errors import refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import preflight
-from gradcast.training.acceptance import accept, check_hooks, unwrapped_optimizer
+from gradcast.training.acceptance import Accepted, accept, check_hooks, unwrapped_optimizer
 from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
 from gradcast.training.attachment import Attachment
+from gradcast.training.compat import extension
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
 from gradcast.training.ranks import hosts
-from gradcast.training.ranks.group import backend_of, make_group, on_device, require_backend, shared_group
+from gradcast.training.ranks.group import Group, backend_of, callers_of, make_group, require_backend
 from gradcast.training.sessions.disabled import DisabledSession, is_disabled, weights_refused
 from gradcast.training.sessions.kinds import Attached, Setup
 from gradcast.training.sessions.single_worker import SingleWorkerSession
@@ -29,6 +30,7 @@ from gradcast.training.step.parameter_state import shown
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 
 _log = logging.getLogger("gradcast")
+_WHAT = "attach"
 
 
 def attach(
@@ -66,65 +68,90 @@ def attach_inside(
     detached, nobody calls them, so they reduce nothing."""
     options = options or Options()
     make_log_visible()
+    callers = callers_of(_given_group(module, process_group))
+    with callers.together(_WHAT):
+        accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
+        places = preflight.check_same_call(callers, mode, options)
+    group = make_group(callers.shared, accepted.device, options.timeout_s, reuses=True, max_ctas=options.max_ctas)
+    attached = None
+    try:
+        with group.together(_WHAT):
+            group.hosts, doubt = hosts.agreed(places)
+            attached = _attached(accepted, optimizers, group, options, mode, doubt)
+            handle = Handle(accepted.module, attached, accepted.called, optimizers)
+    except BaseException:
+        if attached is not None:  # it is another rank that has failed
+            attached.release(reusable=not group.has_failed)
+        raise
+    for each in accepted.owned:
+        attached_modules[each] = weakref.ref(attached)
+    return handle
+
+
+def _checked(
+    callers: Group,
+    idle: Sequence[DistributedDataParallel],
+    module: Any,
+    optimizer: Any,
+    process_group: Any,
+    options: Options,
+) -> tuple[Accepted, list[Optimizer], str]:
+    """The parts of the module, its optimizers without wrappers, and the mode. Raises Error for what is refused."""
     collect_dropped()
+    if callers.world_size > 1:
+        extension.load()
     disabled = is_disabled()
     listed = isinstance(optimizer, list | tuple)
     given = list(optimizer) if listed else [] if optimizer is None else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
     local = options.sync_every is not None
     mode = "ddp" if disabled else "local" if local else "overlap" if optimizers else "hook"
-    refusal, accepted = None, None
-    try:
-        preflight.check_clipping(options, given)
-        if disabled and options.weight is not None:
-            raise weights_refused()
-        preflight.check_local_steps(options, optimizers, module, disabled=disabled)
-        accepted = accept(module, optimizers, process_group, in_parts=not local)
-        if accepted.ddp is not None:
-            process_group = accepted.ddp.process_group
-        if any(attached_to(each) is not None for each in accepted.owned):
-            raise refused("gradcast is attached to this module already; call handle.detach() first")
-        shared = shared_group(process_group)
-        if shared is not None and shared.size() > 1:
-            check_hooks(accepted.parameters, [*idle, *([] if accepted.ddp is None else [accepted.ddp])])
-        preflight.check_connections(mode, process_group, accepted.device)
-    except Error as error:
-        refusal = error
-    device = None if accepted is None else accepted.device
-    if device is not None:
-        require_backend(process_group, device)
-    with on_device(device):
-        places = preflight.check_same_call(shared_group(process_group), refusal, mode, options, device)
-    group = make_group(process_group, device, options.timeout_s, reuses=True, max_ctas=options.max_ctas)
-    group.hosts, doubt = hosts.agreed(places)
+    preflight.check_clipping(options, given)
+    if disabled and options.weight is not None:
+        raise weights_refused()
+    preflight.check_local_steps(options, optimizers, module, disabled=disabled)
+    accepted = accept(module, optimizers, process_group, in_parts=not local)
+    if any(attached_to(each) is not None for each in accepted.owned):
+        raise refused("gradcast is attached to this module already; call handle.detach() first")
+    if callers.world_size > 1:
+        check_hooks(accepted.parameters, [*idle, *([] if accepted.ddp is None else [accepted.ddp])])
+    callers.device = accepted.device
+    require_backend(callers.shared, accepted.device)
+    preflight.check_connections(mode, callers.shared, accepted.device)
+    return accepted, optimizers, mode
+
+
+def _given_group(module: Any, process_group: Any) -> Any:
+    """The group whose ranks call attach: known before the module is checked, so that all learn what one refuses."""
+    if process_group is None and isinstance(module, nn.Module):
+        return next(
+            (each.process_group for each in module.modules() if isinstance(each, DistributedDataParallel)), None
+        )
+    return process_group
+
+
+def _attached(
+    accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options, mode: str, doubt: str | None
+) -> Attached:
+    """Begins the training. ``doubt``: about the hosts, for the log. Collective."""
     preflight.check_same_model(group, accepted.module)
-    is_on_device = device.type != "cpu"
-    if group.rank == 0 and not disabled:
-        backend = None if group.world_size == 1 else backend_of(group.shared, device.type)
+    is_on_device = accepted.device.type != "cpu"
+    if group.rank == 0 and mode != "ddp":
+        backend = None if group.world_size == 1 else backend_of(group.shared, accepted.device.type)
         _tell_of_backend(backend, options, accepted.whole if mode == "overlap" else nn.Module())
         _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
     options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
-    if device.type == "cuda" and group.world_size > 1 and options.wire != "fp32":
+    if accepted.device.type == "cuda" and group.world_size > 1 and options.wire != "fp32":
         group.connect_each_to_each()
-    in_parts = bool(optimizers) and group.world_size > 1 and not disabled and not local
-    callbacks = UpdateCallbacks(accepted.parameters, in_parts=in_parts)
+    callbacks = UpdateCallbacks(accepted.parameters, in_parts=mode == "overlap" and group.world_size > 1)
     setup = Setup(accepted, optimizers, group, options, callbacks)
-    if disabled:
-        attached: Attached = DisabledSession(setup)
-    elif local:
-        if group.world_size > 1:
-            preflight.copy_model_from_first(group, accepted.module, options)
-        attached = LocalStepsSession(setup)
-    elif group.world_size == 1:
-        attached = SingleWorkerSession(setup)
-    else:
-        if accepted.ddp is None:
-            preflight.copy_model_from_first(group, accepted.module, options)
-        attached = Attachment(setup)
-    handle = Handle(accepted.module, attached, accepted.called, optimizers)
-    for each in accepted.owned:
-        attached_modules[each] = weakref.ref(attached)
-    return handle
+    if mode == "ddp":
+        return DisabledSession(setup)
+    if group.world_size > 1 and (mode == "local" or accepted.ddp is None):
+        preflight.copy_model_from_first(group, accepted.module, options)
+    if mode == "local":
+        return LocalStepsSession(setup)
+    return SingleWorkerSession(setup) if group.world_size == 1 else Attachment(setup)
 
 
 def _tell_of_backend(backend: str | None, options: Options, module: nn.Module) -> None:

@@ -5,7 +5,7 @@ with a warm-up of its own. Inside ``ddp.join()``, while ranks run out of inputs,
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +19,13 @@ from gradcast.training.compat import fork
 from gradcast.training.compat.ddp_takeover import DdpTakeover
 from gradcast.training.compat.module_hooks import InputsHook, around_forward
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call, refuse_pipeline
-from gradcast.training.plan.balancing import Balancing, SamplerCall, ShareSchedule, check_same_sampler
+from gradcast.training.plan.balancing import Balancing, SamplerCall, check_same_sampler
 from gradcast.training.sessions.kinds import Setup
 from gradcast.training.sessions.session import Session, is_evaluation
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
 from gradcast.training.step.weights import GivenWeights
+
+_RESTART = "beginning again with the module's new parameters"
 
 
 class Attachment:
@@ -40,12 +42,21 @@ class Attachment:
         self._is_borrowed = False  # the open forward pass uses other tensors than the module's own
         self._is_called = False  # a forward pass of what the loop calls is open
         self._failure: Error | None = None  # of the start of a new session; nothing synchronizes the module since
+        self._hooks: list[Any] = []
+        self._taken_over: DdpTakeover | None = None
         self._begin(accepted.parameters)
         self._compiled = self._compiled_blocks()
-        self._taken_over = None
+        try:
+            self._install()
+        except BaseException:
+            self.release(leaves=False)  # nobody else could
+            raise
+
+    def _install(self) -> None:
+        accepted = self._setup.accepted
         if accepted.ddp is not None:
             self._taken_over = DdpTakeover(accepted.ddp, self._joining, self._joined)
-        self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
+        self._hooks += around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.ddp is not None and not isinstance(accepted.module, torch.jit.ScriptModule):
             self._hooks += around_forward([accepted.module], self._before_inner, self._after_inner)
         if self._options.weight == "samples":
@@ -68,14 +79,15 @@ class Attachment:
         """Whether gradcast has left the module. True in a forked child, which gradcast leaves alone."""
         return self.session.released and self._failure is None
 
-    def release(self, *, reusable: bool = False) -> None:
-        """Gives module, optimizers and DDP back as they were. ``reusable``: nothing has failed, on any rank."""
+    def release(self, *, leaves: bool = True, reusable: bool = False) -> None:
+        """Gives module, optimizers and DDP back as they were. ``leaves``: the group, too. ``reusable``: nothing has
+        failed, on any rank."""
         self._failure = None
         for hook in self._hooks:
             hook.remove()
         self._compiled.release()
         if not self.session.released:
-            self.session.release(leaves=True, reusable=reusable)
+            self.session.release(leaves=leaves, reusable=reusable)
         if self._taken_over is not None:
             self._taken_over.give_back()
         # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
@@ -96,16 +108,17 @@ class Attachment:
         finally:
             given.leave()
 
-    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
-        group = self._group
-        with self.session.exchange.watch.waiting("gradcast.BalancedBatchSampler() on every rank"):
-            calls = group.gather_beside_blocks(call)
-        check_same_sampler(calls, group.rank)
-        self._given.active = True
-        if self._options.weight is None and self._balancing is None:
-            self._weigh_samples()
-        self._balancing = Balancing(schedule, group)
-        self.session.share_out(self._balancing)
+    def balance(self, call: Callable[[], SamplerCall]) -> None:
+        group, what = self._group, "gradcast.BalancedBatchSampler()"
+        waiting = self.session.exchange.watch.waiting(f"{what} on every rank")
+        with waiting, group.together(what, beside_blocks=True):
+            own = call()
+            check_same_sampler(group.gather_beside_blocks(own.settings))
+            self._given.active = True
+            if self._options.weight is None and self._balancing is None:
+                self._weigh_samples()
+            self._balancing = Balancing(own.schedule, group)
+            self.session.share_out(self._balancing)
         if group.device.type != "cpu":
             group.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
 
@@ -193,32 +206,32 @@ class Attachment:
     def _restart(self, frozen: set[int]) -> None:
         """Begins a session with the parameters that the module has now, without those in ``frozen`` (ids). Collective:
         a model changes on all ranks alike, and all ranks learn in the same step that a parameter is long frozen."""
-        before = self.session
-        before.flush()  # the following collectives must not mix with blocks
-        refusal, parameters = None, {}
-        inner = self._setup.accepted.module
-        try:
-            check_owners(self._setup.accepted.whole)
-            parameters = trainable(inner, known=self._frozen_since(before) - frozen)
-            check_optimizers(self._setup.optimizers, parameters)
-        except Error as error:
-            refusal = error
+        before, group, inner = self.session, self._group, self._setup.accepted.module
         # Until all ranks agree, the session stays: a program that goes on after an error meets that again.
         with before.exchange.watch.waiting("the agreement on the module's new parameters"):
-            preflight.check_same_restart(self._group, refusal, before.mode, self._options)
-            preflight.check_same_model(self._group, inner)
-        before.release(leaves=False)
+            with group.together(_RESTART, beside_blocks=True):
+                before.flush()  # the following collectives must not mix with blocks
+                check_owners(self._setup.accepted.whole)
+                parameters = trainable(inner, known=self._frozen_since(before) - frozen)
+                check_optimizers(self._setup.optimizers, parameters)
+                preflight.check_same_restart(group, before.mode, self._options)
+            preflight.check_same_model(group, inner)
         try:
-            # New parameters may have been made from each rank's own random numbers.
-            preflight.copy_model_from_first(self._group, inner, self._options)
-            self._begin(parameters)
+            with group.together(_RESTART):
+                before.release(leaves=False)
+                # New parameters may have been made from each rank's own random numbers.
+                preflight.copy_model_from_first(group, inner, self._options)
+                self._begin(parameters)
+                self.session.continue_from(before)
         except BaseException as error:
             self._failure = refused(
                 f"gradcast could not begin again with the module's new parameters ({type(error).__name__}: {error}), "
                 "and nothing synchronizes the module now; call handle.detach(), or end the training"
             )
+            if not self.session.released:
+                with contextlib.suppress(Exception):
+                    self.session.release(leaves=False)
             raise
-        self.session.continue_from(before)
         self._left_out |= frozen
         self._thawed |= self._left_out & set(map(id, parameters.values()))
         self._compiled.release()

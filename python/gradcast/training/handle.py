@@ -18,7 +18,7 @@ from gradcast.errors import refused
 from gradcast.files import write_text
 from gradcast.training.attached_modules import close_at_exit, detach
 from gradcast.training.averaged_model import kept_average
-from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
+from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.sessions.kinds import Attached, TrainingSession, require_attached
 from gradcast.training.sessions.view import SessionView
 from gradcast.training.step.gradient_buffers import GradientRange
@@ -153,10 +153,10 @@ class Handle:
         """
         return self._session.global_model()
 
-    def _balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+    def _balance(self, call: Callable[[], SamplerCall]) -> None:
         """Lets the ranks' shares follow their speed. Collective."""
         require_attached(self._session)
-        self._attached.balance(schedule, call)
+        self._attached.balance(call)
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the last steps; times in ms, sizes in bytes, None for what is not known yet."""

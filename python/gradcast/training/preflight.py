@@ -4,19 +4,16 @@ optimizers."""
 import dataclasses
 import itertools
 import os
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from gradcast.errors import Error, refused
+from gradcast.errors import refused
 from gradcast.training.acceptance import the_ddp
-from gradcast.training.compat import extension
 from gradcast.training.options import Options
-from gradcast.training.ranks.group import Group, backend_of, device_of_messages, gather, naming, shared_group
+from gradcast.training.ranks.group import Group, backend_of, shared_group
 from gradcast.training.ranks.hosts import Place, own_place
 
 
@@ -103,47 +100,34 @@ _MAY_DIFFER = (
 )
 
 
-def check_same_call(
-    shared: Any, refusal: Error | None, mode: str, options: Options, device: torch.device | None
-) -> list[Place]:
-    """Raises on every rank what one of them refuses, and if they call attach in different ways. Returns every rank's
-    place, which travels in the same message. Collective.
+_CALLS = "comparing the ranks' calls of attach (each rank has to make one)"
+_Call = tuple[str, dict[str, Any], Place]
 
-    ``shared``: the user's group, which torch.distributed need not know; None for a single worker. gradcast's own cannot
-    be made if a rank has left already.
+
+def check_same_call(group: Group, mode: str, options: Options) -> list[Place]:
+    """Raises on every rank if they call attach in different ways. Returns every rank's place, which is in the same
+    message. Collective.
+
+    ``group``: of the callers, since gradcast's own cannot be made if a rank has left already.
     """
-    if shared is None:
-        if refusal is not None:
-            raise refusal
-        return [own_place()]
-    with naming("comparing the ranks' calls of attach (each rank has to make one)", shared.rank(), shared.size()):
-        everyone = _gathered(shared, _call(refusal, mode, options), device)
-    _check_same(everyone, refusal)
+    everyone = group.gather(_call(mode, options), _CALLS)
+    _check_same(everyone)
     return [place for *_, place in everyone]
 
 
-def check_same_restart(group: Group, refusal: Error | None, mode: str, options: Options) -> None:
+def check_same_restart(group: Group, mode: str, options: Options) -> None:
     """As ``check_same_call``, during training: uses no process group. Collective."""
-    _check_same(group.gather_beside_blocks(_call(refusal, mode, options)), refusal)
+    _check_same(group.gather_beside_blocks(_call(mode, options)))
 
 
-_Call = tuple[tuple[str, str] | None, str, dict[str, Any], Place]
-
-
-def _call(refusal: Error | None, mode: str, options: Options) -> _Call:
+def _call(mode: str, options: Options) -> _Call:
     names = [each.name for each in dataclasses.fields(options) if each.name not in _MAY_DIFFER]
-    settings = {name: getattr(options, name) for name in names}
-    return None if refusal is None else (str(refusal), refusal.code), mode, settings, own_place()
+    return mode, {name: getattr(options, name) for name in names}, own_place()
 
 
-def _check_same(everyone: Sequence[_Call], refusal: Error | None) -> None:
-    if refusal is not None:
-        raise refusal
-    for rank, (their_refusal, *_) in enumerate(everyone):
-        if their_refusal is not None:
-            raise Error(f"rank {rank} refuses to attach: {their_refusal[0]}", their_refusal[1])
-    _, first_mode, first_settings, _ = everyone[0]
-    for rank, (_, other_mode, other_settings, _) in enumerate(everyone):
+def _check_same(everyone: Sequence[_Call]) -> None:
+    first_mode, first_settings, _ = everyone[0]
+    for rank, (other_mode, other_settings, _) in enumerate(everyone):
         if other_mode != first_mode:
             raise refused(
                 f"rank 0 attaches in {first_mode} mode, rank {rank} in {other_mode} mode; give all ranks an "
@@ -157,28 +141,6 @@ def _check_same(everyone: Sequence[_Call], refusal: Error | None) -> None:
                 )
 
 
-def _gathered(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
-    try:
-        extension.load()
-    except Error:  # this rank reports it as its refusal
-        return _gathered_in_python(process_group, value, device)
-    return gather(process_group, value, device)
-
-
-def _gathered_in_python(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
-    """Sends what ``gather`` in csrc/transport/torch/control.cc sends, to ranks that have loaded the part for torch."""
-    where = device_of_messages(process_group, device)
-    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    size = torch.tensor([len(text)], device=where)
-    sizes = [torch.empty_like(size) for _ in range(process_group.size())]
-    dist.all_gather(sizes, size, group=process_group)
-    own = torch.zeros(max(map(int, sizes)), dtype=torch.uint8, device=where)
-    own[: len(text)] = text
-    texts = [torch.empty_like(own) for _ in sizes]
-    dist.all_gather(texts, own, group=process_group)
-    return [pickle.loads(bytes(each.tolist())[: int(length)]) for each, length in zip(texts, sizes, strict=True)]
-
-
 def copy_model_from_first(group: Group, module: nn.Module, options: Options) -> None:
     """Rank 0's parameters and, unless the options exclude them, buffers, on every rank. Collective."""
     buffers = module.buffers() if options.broadcast_buffers else ()
@@ -187,9 +149,12 @@ def copy_model_from_first(group: Group, module: nn.Module, options: Options) -> 
 
 def check_same_model(group: Group, module: nn.Module) -> None:
     """Raises on every rank, naming the first difference between rank 0's model and another's. Collective."""
-    mine = [_features(name if p.requires_grad else f"frozen {name}", p) for name, p in module.named_parameters()]
-    mine += [_features(f"buffer {name}", b) for name, b in module.named_buffers()]
-    everyone = group.gather(mine)
+
+    def own() -> list[str]:
+        found = [_features(name if p.requires_grad else f"frozen {name}", p) for name, p in module.named_parameters()]
+        return found + [_features(f"buffer {name}", b) for name, b in module.named_buffers()]
+
+    everyone = group.computed_by_each(own, "comparing the ranks' models")
     for rank, theirs in enumerate(everyone):
         for ours, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing more"):
             if ours != other:

@@ -15,7 +15,7 @@ from gradcast.training.acceptance import joined, unwrapped
 from gradcast.training.attach import attach
 from gradcast.training.compat import extension
 from gradcast.training.options import Options
-from gradcast.training.ranks.group import gather, on_device
+from gradcast.training.ranks.group import callers_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +126,7 @@ def _compare(
         # NaN counts as the largest difference.
         if worst > largest or worst != worst:
             largest, where, bound = worst, name, bounds[name].flatten()[difference.argmax()].item()
-    device = next(iter(theirs.values())).device
-    with on_device(device):
-        answers = gather(process_group or dist.group.WORLD, (ok, equal), device)
+    answers = callers_of(process_group, next(iter(theirs.values())).device).gather((ok, equal))
     return Verification(
         ok=all(answer[0] for answer in answers),
         bit_equal=all(answer[1] for answer in answers),

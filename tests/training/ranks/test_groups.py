@@ -25,7 +25,7 @@ from gradcast.training import preflight
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension
 from gradcast.training.local import session
-from gradcast.training.ranks import group, group_pool
+from gradcast.training.ranks import group, group_pool, together
 
 nn = torch.nn
 dist = torch.distributed
@@ -173,7 +173,7 @@ def test_the_group_inside_of_a_host_is_connected_too(rank):
     with (
         mock.patch.object(session, "HiddenDdp") as hidden,
         mock.patch.object(group, "backend_of", return_value="nccl"),
-        mock.patch.object(group, "on_device", contextlib.nullcontext),
+        mock.patch.object(together, "on_device", contextlib.nullcontext),
         mock.patch.object(extension.load(), "connect") as connect,
     ):
         session.inside_hosts(mock.Mock(device=device), made)
@@ -208,11 +208,10 @@ def as_on_a_device(connect):
         mock.patch.object(Accepted, "device", torch.device("cuda", 1)),
         mock.patch.object(module_of_attach, "backend_of", return_value="nccl"),
         mock.patch.object(module_of_attach, "require_backend"),
-        mock.patch.object(module_of_attach, "on_device", contextlib.nullcontext),
         mock.patch.object(preflight, "backend_of", return_value="nccl"),
         mock.patch.object(group, "backend_of", lambda _, kind: "gloo" if kind == "cpu" else "nccl"),
         mock.patch.object(group, "_timeout_of", return_value=TIMEOUT),
-        mock.patch.object(group, "on_device", contextlib.nullcontext),
+        mock.patch.object(together, "on_device", contextlib.nullcontext),
         mock.patch.object(extension.load(), "connect", connect),
     ):
         yield
@@ -281,7 +280,8 @@ def test_a_group_of_a_part_of_the_workers_waits_for_no_others(rank):
         return part
 
     if rank.index == 2:
-        return
+        with group.callers_of(None).together("making a group of all workers, as the others do"):
+            return
     everybody.bound_device_id = bound
     try:
         with mock.patch.object(dist, "new_group", new_group):
@@ -324,8 +324,8 @@ def test_a_device_that_has_failed_tells_of_it_through_the_store(rank):
         return [3][rank.index]  # IndexError on rank 1
 
     with (
-        mock.patch.object(group, "device_of_messages", return_value=torch.device("meta")),
-        mock.patch.object(group, "gather", side_effect=AssertionError("over the device")),
+        mock.patch.object(together, "device_of_messages", return_value=torch.device("meta")),
+        mock.patch.object(together, "gather", side_effect=AssertionError("over the device")),
     ):
         words = "counting failed on rank 1 of 2: IndexError: list index out of range"
         found = not_refused(lambda: made.computed_by_each(compute, "counting"), words, code="communication")

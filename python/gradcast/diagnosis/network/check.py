@@ -49,7 +49,9 @@ def check(
         return None
     control = _control(group)
     network_pairs.barrier(control, "network check")
-    gathered: list[HostInterfaces] = control.gather(network_hosts.own_interfaces())
+    gathered: list[HostInterfaces] = control.computed_by_each(
+        network_hosts.own_interfaces, "reading the network's interfaces"
+    )
     names = network_hosts.names([each.host for each in gathered])
     network = Network(
         control,

@@ -47,6 +47,11 @@ def load() -> ModuleType:
         return _module
 
 
+def loaded() -> ModuleType | None:
+    """The module `_c10d` if it is loaded already."""
+    return _module
+
+
 def sources_root() -> Path:
     """The folder that holds ``csrc/transport/torch``: in the installed package, or else the source tree."""
     shipped = _PACKAGE / "native"

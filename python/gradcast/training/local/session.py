@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from gradcast.training.local.outer import OuterOptimizer
 from gradcast.training.local.pacing import Pacing
 from gradcast.training.local.rounds import Rounds, Travel
 from gradcast.training.model_layout import ModelLayout
-from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
+from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.group_pool import lasting_group
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
@@ -55,8 +55,10 @@ def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) 
     everyone = dist.get_process_group_ranks(group.shared)
     timeout = datetime.timedelta(seconds=_TIMEOUT_S if group.timeout_s is None else group.timeout_s)
     backend = dist.get_backend_config(group.shared)
+    group.meet()
     inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host", max_ctas)
     Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect()
+    group.meet()
     return HiddenDdp(accepted.called, inside, broadcast_buffers=True)
 
 
@@ -258,7 +260,7 @@ class LocalStepsSession(TrainingSession):
             "out, or train without options.sync_every"
         )
 
-    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+    def balance(self, call: Callable[[], SamplerCall]) -> None:
         raise refused("BalancedBatchSampler weighs gradients, and local steps send none; leave it out, or sync_every")
 
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -307,33 +309,29 @@ class LocalStepsSession(TrainingSession):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require_attached(self)
         self._require_own()
-        refusal = None
+        what = "handle.load_state_dict()"
+        travel = self._travel
+        with contextlib.nullcontext() if travel is None else travel.exchange.watch.waiting(f"{what} on every rank"):
+            everyone = self.group.computed_by_each(lambda: self._restored(state), what)
+        if any(fingerprint != everyone[0] for fingerprint in everyone):
+            raise refused(
+                "the ranks have loaded states of different steps; let each load the state that it has saved after the "
+                "same step"
+            )
+        self.steps = self._rounds.steps
+
+    def _restored(self, state: dict[str, Any]) -> tuple[int, ...]:
+        """Loads the state, and returns what has to be equal on all ranks then."""
         try:
             self.check(state)
             self._rounds.restore(state)
             if self._fragments.buffers is not None:
                 self._restore_residuals(state)
-        except Error as error:
-            refusal = error
         except (KeyError, TypeError) as error:
-            refusal = refused(
+            raise refused(
                 f"the state is not whole ({type(error).__name__}: {error}); load what handle.state_dict() returned"
-            )
-        if self._travel is not None:
-            mine = (str(refusal) if refusal is not None else None, self._rounds.fingerprint())
-            with self._travel.exchange.watch.waiting("handle.load_state_dict() on every rank"):
-                everyone = self.group.gather(mine)
-            for rank, (message, _) in enumerate(everyone):
-                if message is not None and refusal is None:
-                    refusal = refused(f"rank {rank} cannot load its state: {message}")
-            if refusal is None and any(fingerprint != everyone[0][1] for _, fingerprint in everyone):
-                refusal = refused(
-                    "the ranks have loaded states of different steps; let each load the state that it has saved after "
-                    "the same step"
-                )
-        if refusal is not None:
-            raise refusal
-        self.steps = self._rounds.steps
+            ) from None
+        return self._rounds.fingerprint()
 
     def _restore_residuals(self, state: dict[str, Any]) -> None:
         try:

@@ -18,6 +18,7 @@ from gradcast.training.plan.expectation import Expectation, TypicalStep
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientSizes
 
+AGREEMENT = "the agreement on the plan"
 STATE_VERSION = 1  # of handle.state_dict()
 
 
@@ -59,21 +60,21 @@ class AgreedPlan:
 def agree(group: Group, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
     """Takes what rank 0 proposes if it is valid on every rank. Collective.
 
-    Raises the same error on every rank if ``propose`` raises one on rank 0, or if the proposal is not valid on some
-    rank.
+    Raises on every rank if ``propose`` fails on rank 0, or if the proposal is not valid on some rank.
     """
-    proposal = group.computed_by_first(propose)
-    try:
-        answer = ""
+    proposal = group.computed_by_first(propose, AGREEMENT)
+
+    def answer() -> str:
+        found = ""
         for each in (proposal.plan, proposal.baseline):
             if each is not None:
                 each.check(proposal.profile)
-                answer += f" {plan_hash(each, proposal.profile)}"
-    except Error as error:
-        answer = f" refused: {error}"
-    answers = group.gather(answer)
+                found += f" {plan_hash(each, proposal.profile)}"
+        return found
+
+    answers = group.computed_by_each(answer, "checking the plan")
     for rank, other in enumerate(answers):
-        if other != answers[0] or other.startswith(" refused"):
+        if other != answers[0]:
             raise Error(
                 f"the ranks do not agree on the plan: rank 0 has{answers[0]}, rank {rank} has{other}; "
                 "start the training again with the same version of gradcast and the same model on all ranks",

@@ -64,22 +64,19 @@ class ShareSchedule:
 
 @dataclass(frozen=True)
 class SamplerCall:
-    """How a rank makes its sampler. ``refusal``: why it cannot be. ``settings``: by name, what all ranks give alike."""
+    """How a rank makes its sampler. ``settings``: by name, what all ranks give alike."""
 
-    refusal: str | None
+    schedule: "ShareSchedule"
     settings: dict[str, Any]
 
 
-def check_same_sampler(calls: Sequence[SamplerCall], rank: int) -> None:
-    """Raises Error(invalid_use) for what a rank refuses, and if ranks differ. ``calls``: by rank."""
-    for other, call in enumerate(calls):
-        if call.refusal is not None:
-            raise refused(call.refusal if other == rank else f"rank {other} refuses its sampler: {call.refusal}")
-    for other, call in enumerate(calls):
-        for name, value in calls[0].settings.items():
-            if call.settings[name] != value:
+def check_same_sampler(everyone: Sequence[dict[str, Any]]) -> None:
+    """Raises Error(invalid_use) if ranks differ. ``everyone``: settings by rank."""
+    for other, settings in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if settings[name] != value:
                 raise refused(
-                    f"BalancedBatchSampler has {name}={value} on rank 0 and {name}={call.settings[name]} on rank "
+                    f"BalancedBatchSampler has {name}={value} on rank 0 and {name}={settings[name]} on rank "
                     f"{other}; give all ranks the same data and arguments, or they use samples twice"
                 )
 
@@ -141,7 +138,8 @@ class Balancing:
 
     def _agree(self, change: shares.Change) -> None:
         before, group = self._schedule.latest, self._group
-        with self._exchange.watch.waiting("the agreement on the ranks' shares"):
+        what = "the agreement on the ranks' shares"
+        with self._exchange.watch.waiting(what), group.together(what):
             epoch, position = self._schedule.change(change.shares, lambda drawn: max(group.gather(drawn)))
         begun = position + self._schedule.batch
         what = f"{_listed(change.shares)} samples a rank after {begun} samples of epoch {epoch}"

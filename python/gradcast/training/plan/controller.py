@@ -1,8 +1,9 @@
 """Which plan the next iteration follows: the current phase (phases.py), and what the phases do."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -30,8 +31,6 @@ from gradcast.training.ranks.step_reports import StepReport, StepReports
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
 from gradcast.training.step.gradient_exchange import GradientExchange
-
-_AGREEMENT = "the agreement on the plan"
 
 
 class PlanController:
@@ -73,7 +72,8 @@ class PlanController:
         self.balancing: Balancing | None = None
         # In the warm-up what is no gradient travels last: it may be ready only where backward ends.
         is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in self._buffers.names]
-        self.phase: PlanPhase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
+        with self.agreeing():
+            self.phase: PlanPhase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
 
     @property
     def warmup(self) -> Warmup | None:
@@ -92,7 +92,7 @@ class PlanController:
 
     def adopt(self, state: dict[str, Any], here: MeasuredExchange) -> None:
         """Follows the plan of a checkpoint, or one made from its profile if it is of other workers than those of
-        ``here``. Collective."""
+        ``here``. Collective, inside ``together``."""
         if self.warmup is not None:
             self.warmup.release()
         self.profile = _core.Profile.from_json(state["profile"])
@@ -163,10 +163,12 @@ class PlanController:
         return first_phase(self, MonitorFeed(self._new_monitor(agreed), self.step_reports.lag))
 
     def measure_again(self, change: _core.Change) -> PlanPhase:
-        self.alarms.change_found(change)
-        phase = self._begin_warmup(self.exchange.order, PlanChange(change, self.agreed))
-        phase.warmup.stopwatch.backward_started()
-        return phase
+        """Collective."""
+        with self.agreeing():
+            self.alarms.change_found(change)
+            phase = self._begin_warmup(self.exchange.order, PlanChange(change, self.agreed))
+            phase.warmup.stopwatch.backward_started()
+            return phase
 
     def fall_back(self) -> None:
         self.group.warning(
@@ -177,27 +179,32 @@ class PlanController:
         self.alarms.plan_began(self.agreed)
         self.version += 1
 
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Around all that ranks do to follow another plan: what fails on one of them raises on all. Collective."""
+        with self.exchange.watch.waiting(agreement.AGREEMENT), self.group.together(agreement.AGREEMENT):
+            yield
+
     def agree_on_measured_plan(self, warmup: Warmup, change: PlanChange | None) -> AgreedPlan:
-        """Collective."""
-        with self.exchange.watch.waiting(_AGREEMENT):
-            self.profile = warmup.profile(self._buffers.flats)
+        """Collective, inside ``agreeing()``."""
+        self.profile = warmup.profile(self._buffers.flats)
         warmup.release()
         self._add_unseen(warmup.unseen_reads)
         return self._agree(lambda: self.proposer.from_warmup(self.profile, warmup, change))
 
     def agree_on_calibrated_plan(self, calibration_: Calibration) -> AgreedPlan:
-        """Collective."""
-        with self.exchange.watch.waiting(_AGREEMENT):
-            steps = calibration_.gather(self.group)
+        """Collective, inside ``agreeing()``."""
+        steps = calibration_.gather(self.group)
         return self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
 
     def plan_for_certified_share(self, present: PlanPhase) -> PlanPhase:
         """``present``: the phase that stays if the plan does. Collective."""
-        agreed = self._agree(lambda: self.proposer.from_certified_share(self.agreed))
-        self.group.info(self.proposer.share_sentence(self.agreed, agreed))
-        if self.keep_if_confirmed(agreed):
-            return present
-        return self.start_plan(agreed, Calibrating)
+        with self.agreeing():
+            agreed = self._agree(lambda: self.proposer.from_certified_share(self.agreed))
+            self.group.info(self.proposer.share_sentence(self.agreed, agreed))
+            if self.keep_if_confirmed(agreed):
+                return present
+            return self.start_plan(agreed, Calibrating)
 
     def _changed_shares(
         self, weights: Sequence[float] | None, reports: Sequence[StepReport] | None
@@ -213,9 +220,10 @@ class PlanController:
 
     def _plan_for_compute(self, busy_ns: float) -> PlanPhase:
         """``busy_ns``: compute of the slowest rank. Collective."""
-        agreed = self._agree(lambda: self.proposer.from_compute(self.agreed, busy_ns))
-        self.profile = agreed.profile
-        return self.start_plan(agreed, Calibrating)
+        with self.agreeing():
+            agreed = self._agree(lambda: self.proposer.from_compute(self.agreed, busy_ns))
+            self.profile = agreed.profile
+            return self.start_plan(agreed, Calibrating)
 
     def keep_if_confirmed(self, agreed: AgreedPlan) -> bool:
         """Keeps the plan in force if calibration has confirmed it; its own steps update what is expected of it. Returns
@@ -287,6 +295,7 @@ class PlanController:
             self.group.info(f"{len(modules)} modules wait, when they begin, for weights that they read unseen")
 
     def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
+        """Collective."""
         warmup = Warmup(self._buffers, self._module, self.group, self.mode, self._options, order=order)
         self.follow(self._agree(warmup.first_plan))
         return WarmingUp(self, warmup, change)
@@ -307,8 +316,7 @@ class PlanController:
         )
 
     def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
-        with self.exchange.watch.waiting(_AGREEMENT):
-            return agreement.agree(self.group, propose)
+        return agreement.agree(self.group, propose)
 
     def _own_report(self, start_ns: int) -> StepReport | None:
         self.exposed.set_waiting_stage(self._waiting_stage())

@@ -82,8 +82,9 @@ class WarmingUp(PlanPhase):
         if agreed is not None:
             self._controller.follow(agreed)
             return self
-        agreed = self._controller.agree_on_measured_plan(self.warmup, self._change)
-        phase = self._controller.start_plan(agreed, Calibrating)
+        with self._controller.agreeing():
+            agreed = self._controller.agree_on_measured_plan(self.warmup, self._change)
+            phase = self._controller.start_plan(agreed, Calibrating)
         if self._change is not None:
             self._controller.group.info(self._change.sentence(agreed))
         return phase
@@ -140,10 +141,11 @@ class Calibrating(Monitored):
         compute = self._controller.compute_of_last_step(own)
         if not self._calibration.add_step(ended[-1] if ended else None, compute):
             return self
-        agreed = self._controller.agree_on_calibrated_plan(self._calibration)
-        if self._controller.keep_if_confirmed(agreed):
-            return Following(self._controller, self._feed)
-        return self._controller.follow_corrected(agreed)
+        with self._controller.agreeing():
+            agreed = self._controller.agree_on_calibrated_plan(self._calibration)
+            if self._controller.keep_if_confirmed(agreed):
+                return Following(self._controller, self._feed)
+            return self._controller.follow_corrected(agreed)
 
 
 class Following(Monitored):

@@ -147,9 +147,13 @@ class StepAlarms:
 
     def _located(self, alarm: Alarm) -> Alarm:
         """With the hosts of the slow link. Collective."""
-        own = own_host()[0], {} if self._before is None else tcp_counters.since(self._before)
-        with self._exchange.watch.waiting("the search for the slow link"):
-            names, carried = zip(*self._group.gather(own), strict=True)
+        what = "the search for the slow link"
+
+        def own() -> tuple[str, dict[tcp_counters.Ends, tcp_counters.Carried]]:
+            return own_host()[0], {} if self._before is None else tcp_counters.since(self._before)
+
+        with self._exchange.watch.waiting(what):
+            names, carried = zip(*self._group.computed_by_each(own, what), strict=True)
         hosts = self._group.hosts
         flows = [
             Flow(hosts.host_of[sender], hosts.host_of[receiver], each.sent_bytes, each.sending_s)

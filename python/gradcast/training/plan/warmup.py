@@ -129,7 +129,7 @@ class Warmup(pending.Owner):
         """
         ranks = self._group.computed_by_each(lambda: self._measured(flats), "measuring the warm-up's steps")
         self.unseen_reads = agreed_reads([rank.unseen_reads for rank in ranks])
-        return self._group.computed_by_first(lambda: self._combined(ranks))
+        return self._group.computed_by_first(lambda: self._combined(ranks), "making a profile of what was measured")
 
     def _measured(self, flats: Sequence[torch.Tensor]) -> Measurement:
         pack_ns_per_byte = self.stopwatch.pack_ns_per_byte(flats)

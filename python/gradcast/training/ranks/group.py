@@ -1,40 +1,36 @@
-"""The ranks that train together: a process group of gradcast's own, and collectives of small values between steps.
+"""The ranks that train together, and a process group of gradcast's own for them.
 
 Operations of one process group must come in the same order on all ranks. In the user's group, the user's collectives
 and the blocks of a plan would mix: on Gloo that gives wrong sums without an error, or ends the process. gradcast uses
 the user's group in ``attach`` only.
 """
 
-import contextlib
 import copyreg
 import dataclasses
 import datetime
 import logging
 import operator
 import os
-import pickle
-import re
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradcast import _core
-from gradcast.errors import Error, refused
+from gradcast.errors import refused
 from gradcast.host_traffic import Hosts
 from gradcast.training.compat import extension
 from gradcast.training.ranks import dropped, group_pool
 from gradcast.training.ranks.store_gather import StoreGather
+from gradcast.training.ranks.together import RanksTogether
 
-T = TypeVar("T")
 _log = logging.getLogger("gradcast")
 _ONE_HOST = Hosts((0,))  # of a single worker
 _DROPPED_WITHIN_S = 5.0  # how long attach waits for blocks of models that the program has dropped
-# NCCL's words in 2.28, and in 2.30.
-_SAME_GPU = re.compile("Duplicate GPU|using the same GPU")
+_MAKING = "making a process group for gradcast"
 
 
 # Ranks send each other profiles and plans as the JSON of their files, so that all have the same rounded numbers.
@@ -49,8 +45,8 @@ def backend_of(process_group: Any, device_type: str) -> str:
 
 
 @dataclasses.dataclass(eq=False)
-class Group:
-    """The ranks of one session.
+class Group(RanksTogether):
+    """The ranks of one session. together.py has what they tell each other.
 
     ``shared`` is the user's group; ``own`` carries everything that gradcast sends once it exists. ``device``: the
     module's, which may differ from the thread's current one.
@@ -67,62 +63,6 @@ class Group:
     # Frees ``own`` if the program drops this object without leave(); attach makes it.
     dropped: "weakref.finalize[..., Group] | None" = None
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight."""
-        if self.world_size == 1:
-            return [value]
-        with self.naming("the agreement between the ranks"):
-            return gather(self.own, value, self.device)
-
-    def gather_beside_blocks(self, value: Any) -> list[Any]:
-        """As ``gather``, but through the store: blocks and the program's own collectives may be in flight. Slower."""
-        if self.world_size == 1:
-            return [value]
-        with self.naming("the agreement between the ranks"):
-            return self.store.gather(value)
-
-    def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. Collective; nothing else of ``own`` may be in flight."""
-        if self.world_size == 1:
-            return value
-        text = pickle.dumps(value) if self.rank == 0 else b""
-        with self.naming("the agreement between the ranks"):
-            return pickle.loads(extension.load().from_first(self.own, text, device_of_messages(self.own, self.device)))
-
-    def computed_by_first(self, compute: Callable[[], T]) -> T:
-        """What ``compute`` returns on rank 0, on every rank. If it raises Error there, every rank raises it, so none
-        waits for a result that never comes. Collective, as ``from_first``."""
-        result: Any = None
-        if self.rank == 0:
-            try:
-                result = compute()
-            except Error as error:
-                result = error
-        result = self.from_first(result)
-        if isinstance(result, Error):
-            raise result
-        return result
-
-    def computed_by_each(self, compute: Callable[[], T], what: str) -> list[T]:
-        """What ``compute`` returns on each rank, in rank order, on every rank. If it fails on one, every rank raises
-        Error that names that rank, so none waits for a value that never comes. Collective, as ``gather``.
-
-        ``what``: what is computed, for errors, such as "measuring the plan's steps".
-        """
-        if self.world_size == 1:
-            return [compute()]
-        value, failure, cause = None, None, None
-        try:
-            value = compute()
-        except Exception as error:
-            failure, cause = f"{type(error).__name__}: {error}".splitlines()[0], error
-        # A device that has failed sends nothing any more. A quorum's group has no store.
-        by_device = self.store is not None and device_of_messages(self.own, self.device).type != "cpu"
-        for rank, each in enumerate((self.gather_beside_blocks if by_device else self.gather)(failure)):
-            if each is not None:
-                raise Error(f"{what} failed on rank {rank} of {self.world_size}: {each}", "communication") from cause
-        return self.gather(value)
-
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective; nothing else of ``own``
         may be in flight.
@@ -131,6 +71,7 @@ class Group:
         """
         if self.world_size == 1:
             return
+        self.meet()
         with self.naming(f"sending {what} from rank 0"):
             extension.load().copy_from_first(self.own, list(tensors))
 
@@ -140,11 +81,13 @@ class Group:
         go over Gloo. Does nothing over other backends. Collective."""
         if backend_of(self.shared, self.device.type) != "nccl":
             return
+        self.meet()
         with self.naming("connecting the ranks' devices"):
             extension.load().connect(self.own, self.device, each_to_each=False)
 
     def connect_each_to_each(self) -> None:
         """As ``connect``, for the all-to-all of a narrow wire. Collective."""
+        self.meet()
         with self.naming("connecting each rank's device with each other"):
             extension.load().connect(self.own, self.device, each_to_each=True)
 
@@ -169,60 +112,11 @@ class Group:
         if own is not None:
             group_pool.leave(own, reusable=reusable)
 
-    @contextlib.contextmanager
-    def naming(self, what: str) -> Iterator[None]:
-        """Around an operation of ``own``. ``what``: for errors."""
-        try:
-            with on_device(self.device), naming(what, self.rank, self.world_size):
-                yield
-        except BaseException:
-            group_pool.on_failure(self.own)
-            raise
-
 
 def ranks_named(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """Put this around collectives of objects. Over NCCL torch puts them on the thread's current device, which need not
-    be the module's (DDP does not require it)."""
-    return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def naming(what: str, rank: int, world_size: int) -> Iterator[None]:
-    """Turns torch's RuntimeError into an Error that says what failed, and on which rank."""
-    try:
-        yield
-    except Error:
-        raise
-    except RuntimeError as error:
-        if _SAME_GPU.search(str(error)):
-            raise refused(
-                f"rank {rank} of {world_size} and another rank use the same GPU, which NCCL refuses; give each rank a "
-                "GPU of its own, with torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
-                "init_process_group(), or use Gloo"
-            ) from error
-        raise Error(f"{what} failed on rank {rank} of {world_size}: {error}", "communication") from error
-
-
-def gather(process_group: Any, value: Any, device: torch.device | None) -> list[Any]:
-    """Every rank's value, in rank order, on every rank. Collective."""
-    texts = extension.load().gather(process_group, pickle.dumps(value), device_of_messages(process_group, device))
-    return [pickle.loads(text) for text in texts]
-
-
-def device_of_messages(process_group: Any, device: torch.device | None) -> torch.device:
-    """The device for messages: the host, unless the group has no backend for it. ``device``: the module's, if known."""
-    kinds = [each.type for each in process_group._device_types]
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    if device is not None and device.type in kinds:
-        return device
-    return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def make_group(
@@ -241,18 +135,15 @@ def make_group(
     blocks of a kernel of NCCL, None for its own choice. Raises Error if this process is not in the group, or if the
     network fails.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return _without_group(process_group)
-    shared = shared_group(process_group)
-    if shared is None:
-        raise refused("this process is not in process_group; call attach only on its members")
-    rank, world_size = dist.get_rank(shared), shared.size()
-    if world_size == 1:
-        return Group(0, 1, shared)
-    timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-    ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
-    key = group_pool.Key(tuple(ranks), timeout, backend, max_ctas, device)
-    own = _left(key, shared, rank, world_size) if reuses else None
+    callers = callers_of(process_group, device)
+    if callers.world_size == 1:
+        return callers
+    rank, world_size, shared = callers.rank, callers.world_size, callers.shared
+    with callers.together(_MAKING):
+        timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
+        key = group_pool.Key(tuple(ranks), timeout, backend, max_ctas, device)
+        own = _left(key, callers) if reuses else None
     is_new = own is None
     if is_new:
         own = group_pool.new_group(key)
@@ -260,20 +151,33 @@ def make_group(
     if reuses:
         group.dropped = weakref.finalize(group, group_pool.on_dropped, group_pool.find(own))
         group.dropped.atexit = False
-    if is_new:
-        group.connect()
-    # Stores outlive groups, and groups of the same name follow each other.
-    name = group.from_first(secrets.token_hex(8))
-    group.store = StoreGather(name, rank, world_size, group.timeout_s)
+    with group.together(_MAKING):
+        if is_new:
+            group.connect()
+        # Stores outlive groups, and groups of the same name follow each other.
+        store = StoreGather(group.from_first(secrets.token_hex(8)), rank, world_size, group.timeout_s)
+    group.store = store
     return group
 
 
-def _left(key: group_pool.Key, shared: Any, rank: int, world_size: int) -> Any:
+def callers_of(process_group: Any, device: torch.device | None = None) -> Group:
+    """The ranks that make a call, over the user's group. ``process_group``: as for ``make_group``; nothing else of it
+    may be in flight. Raises Error if this process is not in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        return _without_group(process_group)
+    shared = shared_group(process_group)
+    if shared is None:
+        raise refused("this process is not in process_group; call attach only on its members")
+    if shared.size() == 1:
+        return Group(0, 1, shared)
+    return Group(dist.get_rank(shared), shared.size(), shared, shared, None, device)
+
+
+def _left(key: group_pool.Key, callers: Group) -> Any:
     """The last process group that nobody uses on any rank, or None. Collective."""
     dropped.end_all(_DROPPED_WITHIN_S)
     idle = {state: each for each in group_pool.idle_groups(key) if (state := each.state) is not None}
-    with on_device(key.device), naming("looking for a process group to use again", rank, world_size):
-        offers = gather(shared, list(idle), key.device)
+    offers = callers.gather(list(idle), "looking for a process group to use again")
     state = next((each for each in reversed(offers[0]) if all(each in others for others in offers)), None)
     if state is None:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gradcast.errors import refused
+from gradcast.errors import first_line, refused
 from gradcast.training.ranks.group import Group
 
 # Inside what it returns, tensors are allocated in some memory.
@@ -28,19 +28,16 @@ def registered_memory(group: Group) -> Allocating:
 
     Raises Error(invalid_use), on every rank, if it cannot be made on one.
     """
-    pool, failure = None, None
-    try:
-        backend = _backend(group.own, group.device)
-        pool = torch.cuda.MemPool(backend.mem_allocator)
-        backend.register_mem_pool(pool)  # what is allocated in it from now on is registered at once
-    except (RuntimeError, AttributeError) as error:
-        failure = str(error).strip().splitlines()[0]
-    for rank, each in enumerate(group.gather(failure)):
-        if each is not None:
+    with group.together("registering memory with NCCL"):
+        try:
+            backend = _backend(group.own, group.device)
+            pool = torch.cuda.MemPool(backend.mem_allocator)
+            backend.register_mem_pool(pool)  # what is allocated in it from now on is registered at once
+        except (RuntimeError, AttributeError) as error:
             raise refused(
-                f"options.register_buffers asks for memory that NCCL knows beforehand, which rank {rank} cannot make "
-                f"({each}); leave the option out"
-            )
+                f"options.register_buffers asks for memory that NCCL knows beforehand, which rank {group.rank} cannot "
+                f"make ({first_line(error)}); leave the option out"
+            ) from error
     return lambda: torch.cuda.use_mem_pool(pool, group.device)
 
 

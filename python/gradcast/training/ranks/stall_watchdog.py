@@ -24,7 +24,7 @@ from gradcast.errors import Error
 from gradcast.training.options import Options
 from gradcast.training.ranks.dropped import EngineUse
 from gradcast.training.ranks.group import Group, ranks_named
-from gradcast.training.ranks.status_server import ask, start_status_server
+from gradcast.training.ranks.status_server import StatusServer, ask, start_status_server
 
 _log = logging.getLogger("gradcast")
 # How long a rank waits for the others' reports.
@@ -49,12 +49,12 @@ class StallWatchdog:
         limit_s = options.stall_warning_s
         self._warn_after_s = limit_s if group.timeout_s is None else min(limit_s, _TIMEOUT_SHARE * group.timeout_s)
         self._folder = options.dump_dir or tempfile.gettempdir()
-        self._server, self._address = start_status_server(group)
+        server, self._address = start_status_server(group)
         self._failure: Error | None = None
         self._waiting: _Wait | None = None
         self._use = EngineUse(engine, group)
         # A strong reference would keep this object, and so the session, alive.
-        arguments = (weakref.ref(self), self._use)
+        arguments = (weakref.ref(self), self._use, server)
         self._use.thread = threading.Thread(target=_watch, args=arguments, name="gradcast-watchdog", daemon=True)
         self._use.thread.start()
         self._use.begin(self)
@@ -66,21 +66,23 @@ class StallWatchdog:
         ``what``: what is waited for, for a log line; None for what the engine waits for. Errors of the network that
         leave the block say what the other ranks report.
         """
-        waiting = self._waiting = _Wait(what, time.monotonic())
+        before, waiting = self._waiting, _Wait(what, time.monotonic())
+        self._waiting = waiting
         try:
             yield
         except Error as error:
-            raise self.explain(error) from None
+            explained = self.explain(error)
+            if explained is error:
+                raise
+            raise explained from None
         finally:
-            self._waiting = None
+            self._waiting = before
             if waiting.is_reported and self._address is not None:
                 ask(self._address, "stall", self._group.rank, None)
 
     def close(self) -> None:
         """Idempotent."""
         self._use.close()
-        if self._server is not None:
-            self._server.close()
         if self._use.thread is not threading.current_thread():
             self._use.thread.join()  # takes at most as long as it listens to the others
 
@@ -115,7 +117,7 @@ class StallWatchdog:
 
         The last events of all ranks go to a file. The result is the same each time.
         """
-        if error.code != "communication" or not self.explains:
+        if error.code != "communication" or error.on_all_ranks or not self.explains:
             return error
         if self._failure is None:
             entry = {
@@ -208,13 +210,14 @@ class _Wait:
     is_reported: bool = False
 
 
-def _watch(watchdog: "weakref.ref[StallWatchdog]", use: EngineUse) -> None:
+def _watch(watchdog: "weakref.ref[StallWatchdog]", use: EngineUse, server: StatusServer | None) -> None:
     """The watchdog's thread. It does not keep the watchdog alive."""
-    pause_s = 0.0
-    while (is_dropped := use.await_end(pause_s)) is None:
-        watched = watchdog()
-        if watched is not None:
-            pause_s = watched.check()
-        del watched
+    with contextlib.nullcontext() if server is None else contextlib.closing(server):
+        pause_s = 0.0
+        while (is_dropped := use.await_end(pause_s)) is None:
+            watched = watchdog()
+            if watched is not None:
+                pause_s = watched.check()
+            del watched
     if is_dropped:
         use.end()

@@ -22,7 +22,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from typing import Any
 
 from gradcast.training.ranks.group import Group, ranks_named
@@ -52,7 +51,7 @@ class ServerAddress:
 
 
 class StatusServer:
-    """Keeps the last entry of each rank, by kind. Ends with ``close()``, or when it is garbage-collected."""
+    """Keeps the last entry of each rank, by kind. REQUIRES: ``close()`` is called in the end."""
 
     def __init__(self, world_size: int) -> None:
         """Listens on this host's address in the network of the training only. Raises OSError."""
@@ -60,15 +59,16 @@ class StatusServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.address = ServerAddress(host, listening.getsockname()[1], token)
-        loop = asyncio.SelectorEventLoop()
-        ended = loop.create_future()
-        arguments = (loop, ended, listening, _Desk(token, world_size))
+        self._loop = asyncio.SelectorEventLoop()
+        self._ended = self._loop.create_future()
+        arguments = (self._loop, self._ended, listening, _Desk(token, world_size))
         self._thread = threading.Thread(target=_serve, args=arguments, name="gradcast-status", daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, _end, loop, ended)
 
     def close(self) -> None:
-        self._end()
+        """Idempotent."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._ended.cancel)
         self._thread.join()
 
 
@@ -113,7 +113,7 @@ class _Desk:
 
 
 def _serve(loop: asyncio.AbstractEventLoop, ended: asyncio.Future, listening: socket.socket, desk: _Desk) -> None:
-    """The server's thread. It holds no reference to the StatusServer, which would keep that alive."""
+    """The server's thread."""
     with contextlib.closing(loop), listening:
         loop.run_until_complete(_serve_until(ended, listening, desk))
 
@@ -127,12 +127,6 @@ async def _serve_until(ended: asyncio.Future, listening: socket.socket, desk: _D
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-
-
-def _end(loop: asyncio.AbstractEventLoop, ended: asyncio.Future) -> None:
-    """Takes no lock, since the garbage collector may call it."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(ended.cancel)
 
 
 def start_status_server(group: Group) -> tuple[StatusServer | None, ServerAddress | None]:

@@ -42,6 +42,9 @@ class StoreGather:
                 return self._gather_within_limit(value)
             except Error as error:
                 self._failure = error
+            except BaseException:  # Ctrl-C, while the thread of this round goes on
+                self._failure = Error("an agreement through the store was interrupted on this rank", "communication")
+                raise
         raise self._failure
 
     def _gather_within_limit(self, value: Any) -> list[Any]:

@@ -171,13 +171,17 @@ class SessionBase(TrainingSession):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.flush()
+        what = "handle.load_state_dict()"
+        with self.exchange.watch.waiting(f"{what} on every rank"), self.group.together(what):
+            self._load_together(state)
+
+    def _load_together(self, state: dict[str, Any]) -> None:
         dropped = residuals.restore(self.buffers, self.group, state)
         if dropped is not None:
             _log.warning(
                 "what rounding has left of earlier gradients is dropped on rank %d: %s", self.group.rank, dropped
             )
-        with self.exchange.watch.waiting("rank 0's handle.load_state_dict()"):
-            state = self.group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
+        state = self.group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
         here = MeasuredExchange(self.group.hosts, self.exchange.form, self.exchange.wire)
         with self._lock:
             self._weights.go_on_from(state.get("mean_weight"))  # early states have none

@@ -2,10 +2,11 @@
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 from gradcast.errors import Error, refused
-from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
+from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
 from gradcast.training.sessions.kinds import Setup, TrainingSession
 from gradcast.training.step.clipping import ClipOnce
@@ -45,6 +46,7 @@ class DisabledSession(TrainingSession):
             self._removables += [clip, *self._interceptions]
         wrappers = [] if accepted.ddp is None else [accepted.ddp]
         if accepted.ddp is None and setup.group.world_size > 1:
+            setup.group.meet()
             hidden = HiddenDdp(accepted.called, setup.group.shared, broadcast_buffers=options.broadcast_buffers)
             self._removables.append(hidden)
             wrappers = list(hidden.wrappers.values())
@@ -55,10 +57,10 @@ class DisabledSession(TrainingSession):
             raise weights_refused()
         return super().weight(n)
 
-    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+    def balance(self, call: Callable[[], SamplerCall]) -> None:
         if self.group.world_size > 1:
             raise weights_refused()
-        super().balance(schedule, call)
+        super().balance(call)
 
     def release(self, *, reusable: bool) -> None:
         self.group.leave(reusable=reusable)

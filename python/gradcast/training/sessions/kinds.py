@@ -22,7 +22,7 @@ from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
 from gradcast.training.options import Options
 from gradcast.training.plan.agreement import STATE_VERSION
-from gradcast.training.plan.balancing import SamplerCall, ShareSchedule, check_same_sampler
+from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks.group import Group
 from gradcast.training.sessions.open_blocks import CollectiveFence, NoSyncBlocks
 from gradcast.training.sessions.stats import base_stats
@@ -100,9 +100,9 @@ class TrainingSession:
         check_single(n)
         return contextlib.nullcontext()
 
-    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+    def balance(self, call: Callable[[], SamplerCall]) -> None:
         """See Attached. A single worker has the whole batch."""
-        check_same_sampler([call], 0)
+        call()
 
     def complete_due_updates(self) -> None:
         """Runs all updates that are due. Unlike ``flush`` it leaves open gradients alone."""
@@ -189,7 +189,7 @@ class Attached(Protocol):
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         """Around backward: this rank counts n in the mean."""
 
-    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+    def balance(self, call: Callable[[], SamplerCall]) -> None:
         """The ranks' shares change with their speed, and their samples are their weights, unless the program gives
         others. Raises Error(invalid_use), on every rank, for what one refuses and for different calls. Collective."""
 

@@ -11,7 +11,7 @@ What fails on the network is reported, and the rest of the step sends nothing.
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from gradcast.training.compat import fork
 from gradcast.training.compat.module_hooks import around_forward
 from gradcast.training.model_layout import ModelLayout, refuse_pipeline
 from gradcast.training.options import Options
-from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
+from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import Group
 from gradcast.training.sessions.kinds import Setup, TrainingSession
@@ -148,7 +148,7 @@ class QuorumSessions:
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         raise refused("with torchft each participant counts alike; leave handle.weight() out")
 
-    def balance(self, schedule: ShareSchedule, call: SamplerCall) -> None:
+    def balance(self, call: Callable[[], SamplerCall]) -> None:
         raise refused("with torchft the number of replicas changes; BalancedBatchSampler needs one that does not")
 
     def release(self, *, reusable: bool) -> None:
@@ -220,27 +220,29 @@ class QuorumSessions:
     def _begin(self, process_group: Any) -> None:
         """Begins a session over the process group, with the plan of the first replica that has one. Collective."""
         accepted, options = self._accepted, self._options
+        rank, size = process_group.rank(), process_group.size()
+        group = Group(rank, size, process_group, process_group, None, accepted.device)
         try:
-            places = preflight.check_same_call(process_group, None, "hook", options, accepted.device)
-            start_s = time.perf_counter()  # all replicas are here
-            rank, size = process_group.rank(), process_group.size()
-            group = Group(rank, size, process_group, process_group, None, accepted.device)
-            group.hosts, _ = hosts.agreed(places)
-            preflight.check_same_model(group, accepted.module)
-            kept = self._plans.for_size(size)
-            have = group.gather(kept is not None)
-            setup = Setup(accepted, [], group, options, self.callbacks)
-            self._install(QuorumSession(self, setup, accepted.parameters, self._given))
-            if True in have:
-                source = have.index(True)
-                self.session.load_state_dict(group.gather(kept if rank == source else None)[source])
+            with group.together("beginning over a quorum's process group"):
+                places = preflight.check_same_call(group, "hook", options)
+                start_s = time.perf_counter()  # all replicas are here
+                group.hosts, _ = hosts.agreed(places)
+                preflight.check_same_model(group, accepted.module)
+                kept = self._plans.for_size(size)
+                have = group.gather(kept is not None)
+                setup = Setup(accepted, [], group, options, self.callbacks)
+                self._install(QuorumSession(self, setup, accepted.parameters, self._given))
+                if True in have:
+                    source = have.index(True)
+                    self.session.load_state_dict(group.gather(kept if rank == source else None)[source])
+                fork.watch(self.session)
         except Error as error:
             self.on_failure(error)
             self.end_session()
-            if error.code != "communication":
+            is_own = error.on_all_ranks and error.__cause__ is not None  # an exception of this replica
+            if error.code != "communication" or is_own:
                 raise
             return
-        fork.watch(self.session)
         waited_ms = 1e3 * (time.perf_counter() - start_s)
         group.info("a quorum of %d replicas has a new process group; its session took %.0f ms", size, waited_ms)
 

@@ -22,7 +22,8 @@ from torch import nn
 
 from gradcast.errors import Error, refused
 from gradcast.training.compat import extension
-from gradcast.training.ranks.group import Group, device_of_messages
+from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.together import device_of_messages
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_exchange import GradientExchange
 
