@@ -7,14 +7,17 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "gradcast/error.h"
 #include "gradcast/plan.h"
 #include "gradcast/profile.h"
+#include "model/shown.h"
 
 namespace gradcast {
 namespace {
@@ -33,31 +36,23 @@ std::string line_and_column(std::string_view text, size_t byte) {
   return "line " + std::to_string(line) + ", column " + std::to_string(std::max<size_t>(column, 1));
 }
 
-std::string dump(const Json& value) {
-  return value.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
-// For messages: the value as the user wrote it, shortened.
-std::string shown(const Json& value) {
-  std::string text = dump(value);
-  constexpr size_t kShownMax = 40;
-  if (text.size() <= kShownMax) return text;
-  size_t end = kShownMax;
-  while ((static_cast<unsigned char>(text[end]) & 0xC0) == 0x80)  // not inside of a character
-    --end;
-  return text.substr(0, end) + "…";
-}
-
 // Parses a whole document. `what` ("profile") and `code` are for the message, which has line and column.
 Json parse_json(std::string_view text, const char* what, ErrorCode code) {
-  const auto limit_depth = [&](int depth, Json::parse_event_t, Json&) {
+  std::vector<std::set<std::string>> keys(kDepthMax + 2);  // by depth, of the open objects
+  const auto check = [&](int depth, Json::parse_event_t event, Json& value) {
     if (depth > kDepthMax) {
       throw Error(code, std::string("the ") + what + " nests deeper than " + std::to_string(kDepthMax) + " levels");
+    }
+    const auto at = static_cast<size_t>(depth);
+    if (event == Json::parse_event_t::object_start) keys[at + 1].clear();
+    if (event == Json::parse_event_t::key && !keys[at].insert(value.get<std::string>()).second) {
+      throw Error(code, std::string("the ") + what + " has an object with the field " + shown(value) +
+                            " twice; which one counts is not known");
     }
     return true;
   };
   try {
-    return Json::parse(text, limit_depth);
+    return Json::parse(text, check);
   } catch (const Json::parse_error& error) {
     const std::string where = error.byte > text.size() ? "it ends too early (is the file truncated?)"
                                                        : "the error is at " + line_and_column(text, error.byte);
@@ -314,6 +309,19 @@ Block block_from(const Json& json, const std::string& path) {
           .extra_json = fields.rest()};
 }
 
+// Plans and checkpoints name tensors.
+void check_names(const std::vector<Tensor>& tensors) {
+  std::unordered_map<std::string_view, size_t> indices;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto [other, is_new] = indices.emplace(tensors[i].name, i);
+    if (!is_new) {
+      throw Error(ErrorCode::kInvalidProfile, "tensors[" + std::to_string(i) + "].name is " +
+                                                  shown(Json(tensors[i].name)) + ", as that of tensors[" +
+                                                  std::to_string(other->second) + "]; give each its own");
+    }
+  }
+}
+
 Json json_of(const LinkPiece& piece) {
   Json json = {{"up_to_bytes", piece.up_to_bytes == kUnboundedBytes ? Json() : Json(piece.up_to_bytes)},
                {"alpha_ns", piece.alpha_ns},
@@ -386,6 +394,7 @@ Profile profile_from_json(std::string_view text) {
   profile.forward_ns = fields.number("forward_ns", 0, kTimeMaxNs);
   profile.backward_ns = fields.number("backward_ns", 0, kTimeMaxNs);
   profile.tensors = fields.list("tensors", &tensor_from);
+  check_names(profile.tensors);
   if (const Json* link = fields.find("link"); link != nullptr && !(link->is_object() && link->empty())) {
     profile.link = link_from(*link, "link");
   }

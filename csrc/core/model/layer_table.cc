@@ -2,12 +2,14 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "gradcast/error.h"
 #include "gradcast/profile.h"
+#include "model/shown.h"
 
 namespace gradcast {
 namespace {
@@ -83,7 +85,7 @@ double number_in(const Row& row, size_t column, std::string_view name) {
   double value = 0;
   const auto [end, error] = std::from_chars(cell.data(), cell.data() + cell.size(), value);
   if (error != std::errc() || end != cell.data() + cell.size() || !std::isfinite(value) || value < 0) {
-    refuse(row.line, std::string(name) + " is \"" + cell + "\"; a number of at least 0 is expected");
+    refuse(row.line, std::string(name) + " is " + shown(cell) + "; a number of at least 0 is expected");
   }
   return value;
 }
@@ -114,7 +116,7 @@ std::vector<Layer> layers_of(std::string_view csv, double scale) {
     }
     const double parameter_bytes = number_in(row, bytes, "parameter_bytes");
     if (parameter_bytes != std::floor(parameter_bytes) || parameter_bytes >= static_cast<double>(kBytesMax)) {
-      refuse(row.line, "parameter_bytes is " + row.cells[bytes] + "; a whole number below 2^53 is expected");
+      refuse(row.line, "parameter_bytes is " + shown(row.cells[bytes]) + "; a whole number below 2^53 is expected");
     }
     layers.push_back({row.cells[name], number_in(row, forward, "forward_ms") * scale * kNsPerMs,
                       number_in(row, backward, "backward_ms") * scale * kNsPerMs,
@@ -132,6 +134,15 @@ int32_t element_bytes_of(const std::vector<Layer>& layers) {
     }
   }
   return element_bytes;
+}
+
+// Tables name layers by what they compute, which several may do; plans name tensors.
+std::string name_of_its_own(const std::string& layer, std::set<std::string>& names) {
+  std::string name = layer;
+  for (int number = 2; !names.insert(name).second; ++number) {
+    name = layer + " #" + std::to_string(number);
+  }
+  return name;
 }
 
 }  // namespace
@@ -152,9 +163,10 @@ Profile profile_from_layer_table(std::string_view csv, const LayerTableOptions& 
   // Backward visits the layers from the last to the first: a layer is ready when it and all behind it have run.
   double forward_ns = 0;
   double ready_ns = backward_ns;
+  std::set<std::string> names;
   for (const Layer& layer : layers) {
     if (layer.parameter_bytes > 0) {
-      profile.tensors.push_back({.name = layer.name,
+      profile.tensors.push_back({.name = name_of_its_own(layer.name, names),
                                  .bytes = layer.parameter_bytes,
                                  .element_bytes = element_bytes,
                                  .ready_ns = std::max(0.0, std::round(ready_ns)),

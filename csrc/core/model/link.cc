@@ -21,6 +21,7 @@ double line_ns(const LinkPiece& piece, int64_t size_bytes) {
 // Costs stay at or below 2^53 (104 days, or 9 million seconds per byte): far above any link, and low enough for every
 // sum and product of the planner to be finite.
 constexpr double kCostMax = static_cast<double>(kBytesMax);
+constexpr size_t kPiecesMax = 1000;
 
 void check_number(const std::string& field, double value) {
   if (std::isnan(value)) refuse(field, "is not a number; measure it again");
@@ -59,6 +60,10 @@ void check_breakpoint(const std::string& field, const LinkPiece& left, const Lin
 }
 
 void check_cost(const std::string& field, const OpCost& cost) {
+  // Planning looks at all pieces for every block.
+  if (cost.pieces.size() > kPiecesMax)
+    refuse(field, "has " + std::to_string(cost.pieces.size()) + " pieces; at most " + std::to_string(kPiecesMax) +
+                      " are expected, and three fit most networks");
   for (size_t i = 0; i < cost.pieces.size(); ++i) {
     const std::string piece_field = field + "[" + std::to_string(i) + "]";
     check_end(piece_field + ".up_to_bytes", cost.pieces, i);

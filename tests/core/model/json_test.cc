@@ -130,6 +130,8 @@ TEST(ProfileJson, RefusesBadFieldsByName) {
       {"\"backward_ns\": 1000", "\"backward_ns\": 900", "tensors[0].ready_ns"},
       {"\"tensors\": [", "\"others\": [", "tensors"},
       {"\"name\": \"b\"", "\"name\": null", "tensors[1].name"},
+      {"\"name\": \"c\"", "\"name\": \"a\"", "tensors[2].name is \"a\", as that of tensors[0]"},
+      {"\"need_ns\": 300", "\"bytes\": 80", "the field \"bytes\" twice"},
       {"\"bytes\": 80", "\"bytes\": 0", "tensors[1].bytes"},
       {"\"bytes\": 80", "\"bytes\": 80.5", "tensors[1].bytes"},
       {"\"bytes\": 80", "\"bytes\": 9007199254740993", "tensors[1].bytes"},

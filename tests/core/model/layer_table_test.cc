@@ -71,6 +71,17 @@ TEST(LayerTable, ColumnsAreFoundByName) {
   EXPECT_EQ(profile_from_layer_table(other, {}), expected);
 }
 
+TEST(LayerTable, TensorsOfEqualLayersGetNamesOfTheirOwn) {
+  const std::string table =
+      "layer,forward_ms,backward_ms,parameter_bytes\nconv,1,1,4\nrelu,1,1,0\nconv #2,1,1,4\nrelu,1,1,0\nconv,1,1,4\n";
+  const Profile profile = profile_from_layer_table(table, {});
+  ASSERT_EQ(profile.tensors.size(), 3U);
+  EXPECT_EQ(profile.tensors[0].name, "conv");
+  EXPECT_EQ(profile.tensors[1].name, "conv #2");
+  EXPECT_EQ(profile.tensors[2].name, "conv #3");
+  EXPECT_EQ(profile_from_json(to_json(profile)), profile);
+}
+
 TEST(LayerTable, QuotedCells) {
   const std::string table =
       "layer,forward_ms,backward_ms,parameter_bytes\n"

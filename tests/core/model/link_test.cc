@@ -195,6 +195,12 @@ TEST(CheckLink, NamesTheFirstWrongField) {
     expect_refused([&] { check_link(link_of(c.cost)); }, ErrorCode::kInvalidLink, c.field);
   }
   EXPECT_NO_THROW(check_link(link_of({{{kUnboundedBytes, 0, 0}}})));
+  OpCost many;
+  for (int64_t i = 1; i <= 1000; ++i)
+    many.pieces.push_back({i, static_cast<double>(i), 0});
+  many.pieces.push_back({kUnboundedBytes, 1001, 0});
+  expect_refused([&] { check_link(link_of(many)); }, ErrorCode::kInvalidLink,
+                 "link.all_reduce has 1001 pieces; at most");
   LinkModel link = link_of(two_pieces());
   EXPECT_NO_THROW(check_link(link));
   link.all_gather = {{{kUnboundedBytes, 5, -2}}};
