@@ -13,7 +13,7 @@ import gradcast
 from benchmarks.demo import lanes
 from benchmarks.demo.results import MODES, SHOWN, TOLERANCE, Row, disagreeing, report, rows
 from benchmarks.pages import run_program
-from gradcast.files import check_writable
+from gradcast.disk import check_writable
 from gradcast.lab import LabError, Network
 from gradcast.lab.variants import BASELINE
 from gradcast.lab.workers import run_for_result

@@ -12,10 +12,10 @@ numbers 2 and 11 come from published speeds of clusters (docs/evaluation/predict
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from gradcast.errors import Error
+from gradcast.documents import list_of, number, record, whole
 
 COMPUTE, DATA, LINK, WORKERS = "compute", "data", "link", "workers"
 # By cause: the share of a step that it may cost.
@@ -34,6 +34,14 @@ _TOLERANCE = 0.10
 _KEPT = 100  # alarms that are over
 
 
+_MS = number(1e-9, 1e10, or_zero=True)  # so that no ratio of two overflows
+_OBSERVATION = record(
+    {"step": whole(0, 2**53), "step_ms": _MS},
+    dict.fromkeys(("expected_ms", "link_ms", "expected_link_ms"), _MS)
+    | dict.fromkeys(("compute_ms", "data_ms"), list_of(_MS)),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Observation:
     """One step. ``step_ms``: of the slowest rank. ``compute_ms``, ``data_ms``: by rank, its passes without waiting for
@@ -49,25 +57,11 @@ class Observation:
     expected_link_ms: float | None = None
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Observation":
-        """``fields``: of a dict like ``handle.stats()["observed"]``. Raises Error for anything else."""
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            value = fields.get(field.name, field.default)
-            if value is dataclasses.MISSING:
-                raise Error(f"{field.name} is missing")
-            is_list = field.default == ()
-            if is_list and not isinstance(value, list | tuple):
-                raise Error(f"{field.name} is {value!r}; a list of times is expected")
-            may_lack = field.default is None
-            if not all(_is_number(each) or (each is None and may_lack) for each in (value if is_list else [value])):
-                raise Error(f"{field.name} is {value!r}; numbers of at least 0 are expected")
-            values[field.name] = tuple(value) if is_list else value
-        return cls(**values)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    def read(cls, fields: Any) -> "Observation":
+        """A reader (documents.py) of dicts like ``handle.stats()["observed"]``."""
+        found = _OBSERVATION(fields)
+        names = [field.name for field in dataclasses.fields(cls) if found.get(field.name) is not None]
+        return cls(**{name: tuple(found[name]) if isinstance(found[name], list) else found[name] for name in names})
 
 
 @dataclasses.dataclass(frozen=True)

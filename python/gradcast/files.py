@@ -1,16 +1,18 @@
-"""Reads and writes profiles, plans and other files; each error says what is wrong with the file."""
+"""Profiles, plans and links on disk, and changed copies of profiles; each error says what is wrong with the file."""
 
-import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gradcast import documents
 from gradcast._core import LinkModel, Plan, Profile
+from gradcast.disk import read_text
+from gradcast.documents import Wrong, list_of, number, one_of, record, text, that, whole
 from gradcast.errors import Error
+from gradcast.host_traffic import FORMS, WIRE_SHARES
 
 T = TypeVar("T")
 
@@ -20,89 +22,36 @@ _KINDS = {
     "profile": ("tensors", "gradcast dev profile import"),
     "link": ("all_reduce", "gradcast dev link fit"),
 }
+# By the field "kind" of what programs print.
+_PRINTED = {"gradcast-doctor": "run of gradcast doctor", "gradcast-bench": "result of gradcast-bench"}
 _DATA = resources.files("gradcast") / "data"
-# The mode of new files under the usual umask; temporary files are private, and would stay so when renamed.
-_MODE = 0o644
 # Bundled ones whose times are no measurements (data/README.md): 100 ms of forward, 200 ms of backward.
 ESTIMATED_PROFILES = ("bert_base", "gpt2", "inception_v3", "resnet152", "resnet18", "vit_b_16")
 
 
+def _check_hosts(profile: dict[str, Any]) -> None:
+    exchange = profile.get("exchange")
+    if exchange is not None and len(exchange["host_of"]) != profile["world_size"]:
+        count = len(exchange["host_of"])
+        wrong = Wrong(f"has {count} ranks; those of world_size, {profile['world_size']}, are expected")
+        raise wrong.inside("host_of").inside("exchange")
+
+
+# What the core keeps of profiles and plans without reading it.
+_EXCHANGE = record(
+    {"host_of": list_of(whole(0, 2**31), least=1), "form": one_of(FORMS), "wire": one_of(list(WIRE_SHARES))}
+)
+_SHAPE = list_of(whole(0, 2**53))
+_PROFILE = that(record({"tensors": list_of(record({}, {"shape": _SHAPE}))}, {"exchange": _EXCHANGE}), _check_hosts)
+_MADE_WITH = record(
+    {},
+    {"profile": text, "scale": number(1e-12, 1e12), "network": text, "link": record({}), "hash": text}
+    | {"tensors": list_of(text)},
+)
+
+
 def bundled_profiles() -> list[str]:
     return sorted(Path(entry.name).stem for entry in _DATA.iterdir() if entry.name.endswith(".json"))
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
-
-
-def read_text(path: str, what: str) -> str:
-    """The text of a file that the user named. ``what``: its kind, for errors, such as "profile"."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise Error(f"the {what} {path} does not exist; check the path") from None
-    except OSError as error:
-        raise Error(f"the {what} {path} cannot be read: {_reason(error)}") from None
-    except UnicodeDecodeError:
-        raise Error(f"the {what} {path} is not UTF-8 text; check that it is the right file") from None
-    except ValueError as error:  # a zero byte in the path
-        raise Error(f"the {what} {path!r} cannot be read: {error}") from None
-
-
-def system_file(path: Path) -> str:
-    """Returns the text of a file of /proc or /sys without surrounding white space, or "" if it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def make_folder(path: str | Path) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Error(f"cannot create the folder {path}: {_reason(error)}", "environment") from None
-
-
-def write_text(path: str, text: str, what: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise Error(f"the {what} cannot be written to {path}: {_reason(error)}", "environment") from None
-
-
-def write_atomically(path: str | Path, data: bytes | str, what: str) -> None:
-    """Writes a file completely or not at all: readers see the old content or the new, never a part. ``what``: its kind,
-    for errors, such as "report"."""
-    target, temporary = Path(path), None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(data if isinstance(data, bytes) else data.encode("utf-8"))
-        os.chmod(temporary, _MODE)
-        os.replace(temporary, target)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        raise Error(
-            f"the {what} cannot be written to {target}: {_reason(error)}; name a file in an existing folder",
-            "environment",
-        ) from None
-
-
-def check_writable(path: str, what: str) -> None:
-    """Raises Error if the path cannot be written, so that long work does not end with that."""
-    folder = Path(path).resolve().parent
-    if Path(path).is_dir():
-        reason = "it is a folder; name a file"
-    elif not folder.is_dir():
-        reason = f"the folder {folder} does not exist; make it first"
-    elif not os.access(folder, os.W_OK):
-        reason = f"the folder {folder} is not writable"
-    else:
-        return
-    raise Error(f"the {what} cannot be written to {path}: {reason}", "environment")
 
 
 def scaled_profile(
@@ -144,13 +93,39 @@ def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
         raise Error(f"there is no profile {name_or_path}: it is neither a file nor a bundled profile ({names})")
     else:
         text = read_text(name_or_path, "profile")
-    return scaled_profile(_parsed(name_or_path, text, "profile", Profile.from_json), scale)
+    profile = _parsed(name_or_path, text, "profile", Profile.from_json)
+    documents.checked(json.loads(profile.to_json()), _PROFILE, name_or_path, "invalid_profile")
+    return rescaled_profile(profile, scale)
 
 
-def load_plan(path: str) -> tuple[Plan, dict]:
-    """A plan and all fields of its file, such as ``made_with``."""
-    text = read_text(path, "plan")
-    return _parsed(path, text, "plan", Plan.from_json), json.loads(text)
+def rescaled_profile(profile: Profile, scale: float) -> Profile:
+    """``scaled_profile`` for a factor that the user has chosen. Raises Error if nothing is left of the times."""
+    for key in ("forward_ns", "backward_ns"):
+        if getattr(profile, key) * scale < 1 <= getattr(profile, key):
+            raise Error(f"{scale:g} times {key} of {profile.name} is less than 1 ns; scale by more")
+    return scaled_profile(profile, scale)
+
+
+def stretched_profile(profile: Profile, forward_ns: float | None, backward_ns: float | None) -> Profile:
+    """The profile with other times of its passes, if they are given. Raises Error if it has no time to stretch."""
+    factors = []
+    for key, wanted_ns in (("forward_ns", forward_ns), ("backward_ns", backward_ns)):
+        if wanted_ns is not None and getattr(profile, key) == 0:
+            raise Error(f"{key} of {profile.name} is 0, which cannot be made {wanted_ns:g}")
+        factors.append(1.0 if wanted_ns is None else wanted_ns / getattr(profile, key))
+    return scaled_profile(profile, factors[0], backward_factor=factors[1])
+
+
+def load_plan(path: str) -> tuple[Plan, dict[str, Any]]:
+    """A plan, and what it was made with: some of the fields of ``_MADE_WITH``."""
+    plan = _parsed(path, read_text(path, "plan"), "plan", Plan.from_json)
+    fields = documents.checked(json.loads(plan.to_json()), record({}, {"made_with": _MADE_WITH}), path, "invalid_plan")
+    return plan, fields.get("made_with") or {}
+
+
+def recorded_link(origin: dict[str, Any], path: str) -> LinkModel:
+    """The link that a plan was made with. REQUIRES: ``origin``, of ``load_plan``, has one."""
+    return _parsed(f"{path}: made_with", json.dumps(origin["link"]), "link", LinkModel.from_json)
 
 
 def plan_hash(plan: Plan, profile: Profile) -> str:
@@ -181,4 +156,6 @@ def _kind_of(text: str) -> str | None:
         return None
     if not isinstance(fields, dict):
         return None
+    if fields.get("kind") in list(_PRINTED):
+        return _PRINTED[fields["kind"]]
     return next((kind for kind, (field, _) in _KINDS.items() if field in fields), None)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-RING, FLAT, TWO_LEVEL = "ring", "flat", "two-level"
+RING, FLAT, TWO_LEVEL = FORMS = ("ring", "flat", "two-level")
 # Bytes on the wire per byte of fp32; int8 has a scale of 4 bytes for each 128 elements.
 WIRE_SHARES = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (128 + 4) / 512}
 NARROW_WIRES = ("bf16", "fp16", "int8")

@@ -15,34 +15,52 @@ _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?"
 _QUANTITY = re.compile(rf"\s*({_NUMBER})\s*([^\d\s.].*?)?\s*", re.IGNORECASE | re.ASCII)
 _BANDWIDTH = re.compile(r"([kmgt]?i?)(bits?|[bB])(/s|ps)?", re.IGNORECASE)
 _SIZE = re.compile(r"([kmgt]?i?)b", re.IGNORECASE)
-# No larger value makes sense; the file formats also end at 2^53 bytes and nanoseconds.
+# No larger value makes sense; the file formats also end at 2^53 bytes and nanoseconds. Nor does a smaller one but 0.
 _MAX = 2.0**53
+_MIN = 1e-12
+_QUOTED_MAX = 40
+
+
+def quoted(text: str) -> str:
+    """What the user wrote, for messages."""
+    return f"'{text}'" if len(text) <= _QUOTED_MAX else f"'{text[:_QUOTED_MAX]}…'"
 
 
 def _split(text: str, what: str, example: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None and _QUANTITY.fullmatch(text.strip().removeprefix("-")):
-        raise Error(f"'{text}' is negative, which no {what} here can be; write for instance {example}")
+        raise Error(f"{quoted(text)} is negative, which no {what} here can be; write for instance {example}")
     if match is None:
-        raise Error(f"'{text}' is not a {what}; write for instance {example}")
+        raise Error(f"{quoted(text)} is not a {what}; write for instance {example}")
     return float(match[1]), match[2] or ""
 
 
 def _checked(value: float, text: str, what: str) -> float:
     if value > _MAX:
-        raise Error(f"'{text}' is too large for a {what}; write a smaller one")
+        raise Error(f"{quoted(text)} is too large for a {what}; write a smaller one")
+    if 0 < value < _MIN:
+        raise Error(f"{quoted(text)} is too small for a {what}; write a larger one")
     return value
 
 
 def _time_ns(text: str, example: str) -> float:
     number, unit = _split(text, "time", example)
     if unit.lower() not in _TIME_NS:
-        raise Error(f"'{text}' has no known unit of time; write ns, us, ms, s, min, h or d, for instance {example}")
+        raise Error(
+            f"{quoted(text)} has no known unit of time; write ns, us, ms, s, min, h or d, for instance {example}"
+        )
     return number * _TIME_NS[unit.lower()]
 
 
 def parse_time_ns(text: str) -> float:
     return _checked(_time_ns(text, "50us or 3.2ms"), text, "time")
+
+
+def parse_positive_time_ns(text: str) -> float:
+    time_ns = parse_time_ns(text)
+    if time_ns < 1:
+        raise Error(f"{quoted(text)} is no time; write a longer one, for instance 50us or 3.2ms")
+    return time_ns
 
 
 def parse_duration_s(text: str) -> float:
@@ -62,10 +80,12 @@ def parse_bandwidth_bits_per_s(text: str) -> float:
     number, unit = _split(text, "bandwidth", "10gbit or 1.25GB/s")
     match = _BANDWIDTH.fullmatch(unit)
     if match is None or match[1].lower() not in _PREFIX:
-        raise Error(f"'{text}' has no known unit of bandwidth; write for instance 10gbit, 500mbit or 1.25GB/s")
+        raise Error(f"{quoted(text)} has no known unit of bandwidth; write for instance 10gbit, 500mbit or 1.25GB/s")
     bits = 8 if match[2] == "B" else 1
     if bits == 8 and not match[3]:
-        raise Error(f"'{text}' is a size, not a bandwidth; write {text}/s for bytes per second, or 10gbit for bits")
+        raise Error(
+            f"{quoted(text)} is a size, not a bandwidth; write {text}/s for bytes per second, or 10gbit for bits"
+        )
     if number == 0:
         raise Error("the bandwidth is 0; write for instance 10gbit")
     return _checked(number * _PREFIX[match[1].lower()] * bits, text, "bandwidth")
@@ -75,7 +95,7 @@ def parse_size_bytes(text: str) -> int:
     number, unit = _split(text, "size", "25MiB or 4MB")
     match = _SIZE.fullmatch(unit)
     if match is None or match[1].lower() not in _PREFIX:
-        raise Error(f"'{text}' has no known unit of size; write for instance 25MiB, 4MB or 512B")
+        raise Error(f"{quoted(text)} has no known unit of size; write for instance 25MiB, 4MB or 512B")
     return round(_checked(number * _PREFIX[match[1].lower()], text, "size"))
 
 
@@ -83,18 +103,18 @@ def parse_fraction(text: str) -> float:
     """Parses ``10%`` or ``0.1`` as 0.1. The result is at least 0 and below 1."""
     number, unit = _split(text, "share", "10%")
     if unit not in ("", "%"):
-        raise Error(f"'{text}' is not a share; write for instance 10%")
+        raise Error(f"{quoted(text)} is not a share; write for instance 10%")
     fraction = number / 100 if unit else number
     if fraction >= 1:
-        raise Error(f"'{text}' is 100 % or more; write a share below that, for instance 10%")
+        raise Error(f"{quoted(text)} is 100 % or more; write a share below that, for instance 10%")
     return fraction
 
 
 def parse_positive(text: str) -> float:
     number, unit = _split(text, "number", "0.5")
     if unit or number == 0:
-        raise Error(f"'{text}' is not a number above 0; write for instance 0.5")
-    return _checked(number, text, "factor")
+        raise Error(f"{quoted(text)} is not a number above 0; write for instance 0.5")
+    return _checked(number, text, "number")
 
 
 def parse_parameter(text: str) -> tuple[str, float]:
@@ -102,15 +122,15 @@ def parse_parameter(text: str) -> tuple[str, float]:
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name or not value.strip():
-        raise Error(f"'{text}' is not a parameter; write name=value, for instance cap_bytes=25MiB")
+        raise Error(f"{quoted(text)} is not a parameter; write name=value, for instance cap_bytes=25MiB")
     if name.endswith("_bytes"):
         return name, float(parse_size_bytes(value))
     if name.endswith("_ns"):
         return name, parse_time_ns(value)
     number, unit = _split(value, "number", f"{name}=4")
     if unit not in ("", "%"):
-        raise Error(f"'{text}': {name} has no unit; write a number alone")
-    return name, number / 100 if unit else number
+        raise Error(f"{quoted(text)}: {name} has no unit; write a number alone")
+    return name, _checked(number / 100 if unit else number, text, "parameter")
 
 
 def _digits(value: float) -> str:

@@ -231,8 +231,8 @@ def test_files_that_cannot_be_written(arguments, refused):
 
 @pytest.mark.parametrize("command", [["doctor", "train.py"], ["network"]])
 def test_no_torch(command, refused, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     refused(command, "needs PyTorch, which is not installed", code=3)
 

@@ -69,9 +69,9 @@ def test_what_is_expected_may_be_given(run, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["no JSON"], "line 1: this is not JSON"),
-        ([[1]], "line 1: this is not an object"),
-        ([{"observed": 3}], "line 1: observed is no object"),
+        (["no JSON"], "line 1 is not valid JSON: the error is at line 1, column 1"),
+        ([[1]], "line 1: the document is [1]; an object is expected"),
+        ([{"observed": 3}], "line 1: observed is 3; an object is expected"),
         ([*steps(3), {"step": 4}], "line 4: step_ms is missing"),
     ],
 )

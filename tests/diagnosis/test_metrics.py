@@ -10,8 +10,8 @@ import pytest
 from diagnosis import doctor_runs
 from gradcast.diagnosis.report import metrics
 from gradcast.diagnosis.runs import PARTS
+from gradcast.disk import write_file
 from gradcast.errors import Error
-from gradcast.files import write_atomically
 
 # The text format, from its specification: a line is a comment with a purpose, or a sample.
 LABELS = r'\{(?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\\\|\\"|\\n)*"(?:,|(?=\})))*\}'
@@ -110,7 +110,7 @@ def test_labels_are_escaped():
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     path = tmp_path / "x.prom"
-    write_atomically(path, "old\n", "file")
+    write_file(path, "old\n", "file")
     assert path.stat().st_mode & 0o777 == 0o644
 
     def full(*_):
@@ -118,8 +118,8 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(Error, match="no space left on device"):
-        write_atomically(path, "new\n", "file")
+        write_file(path, "new\n", "file")
     assert path.read_text() == "old\n"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(Error, match="the file cannot be written to"):
-        write_atomically(tmp_path / "none" / "x", "new", "file")
+        write_file(tmp_path / "none" / "x", "new", "file")

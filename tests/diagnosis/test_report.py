@@ -65,7 +65,7 @@ def test_wrong_sums_are_the_first_thing_that_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not valid JSON: it ends too early"),
         ("[]", "was written neither by gradcast doctor nor by gradcast-bench"),
         ({"kind": "else"}, "was written neither by gradcast doctor nor by gradcast-bench"),
         (results(version=2), "this gradcast reads version 1"),

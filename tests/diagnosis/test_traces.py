@@ -203,14 +203,14 @@ def test_files_come_back_as_they_were(tmp_path, merged):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("{", "is not a trace"), ("[]", "no list"), (b"\x1f\x8b\x08", "is not a trace")]
+    ("content", "words"), [("{", "ends too early"), ("[]", "no list"), (b"\x1f\x8b\x08", "is not a trace")]
 )
 def test_what_is_no_trace_is_said(tmp_path, content, words):
     path = tmp_path / "x.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(Error, match=words):
         trace_files.load(path)
-    with pytest.raises(Error, match="cannot be read"):
+    with pytest.raises(Error, match="does not exist"):
         trace_files.load(tmp_path / "none.json")
 
 

@@ -60,7 +60,7 @@ def test_the_same_in_json_which_has_its_own_dates_and_may_be_named_in_capitals(t
     path.write_text(json.dumps(fields))
     assert prices.load_prices(str(path)).machines[0].price_per_hour == 1.5
     path.write_text(json.dumps({**fields, "date": None}))
-    with pytest.raises(gradcast.Error, match="date: None is not text"):
+    with pytest.raises(gradcast.Error, match="date is null; a text that is not empty is expected"):
         prices.load_prices(str(path))
 
 
@@ -73,28 +73,33 @@ def test_the_bundled_sample():
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("version = 1", "version = 2", "version: 2 is not a whole number from 1 to 1"),
+        ("version = 1", "version = 2", "version is 2; this gradcast reads version 1"),
         ("date = 2026-11-01", "", "date is missing"),
-        ("price_per_hour = 2", "", "machine[0]: price_per_hour is missing"),
-        ("price_per_hour = 2", "price_per_hour = -2", "machine[0]: price_per_hour: -2 is not a number"),
-        ("price_per_hour = 2", "price_per_hour = '2'", "'2' is not a number"),
-        ("price_per_hour = 2", "price_per_hour = inf", "inf is not a number"),
-        ('"10gbit"', "10", "bandwidth: 10 is not text with a unit"),
+        ("price_per_hour = 2", "", "machine[0].price_per_hour is missing"),
+        ("price_per_hour = 2", "price_per_hour = -2", "machine[0].price_per_hour is -2; a number from 0 to 1e+09"),
+        ("price_per_hour = 2", "price_per_hour = '2'", 'price_per_hour is "2"; a number'),
+        ("price_per_hour = 2", "price_per_hour = inf", "price_per_hour is Infinity; a number"),
+        ('"10gbit"', "10", "machine[0].bandwidth is 10; a text with a unit"),
         ('"10gbit"', '"10"', "'10' has no known unit of bandwidth"),
-        ('bandwidth = "10gbit"', "", "machine[0]: bandwidth is missing"),
-        ("workers = 1", "workers = 4", "machine[0]: intra_bandwidth is missing"),
-        ("workers = 1", "workers = 1.5", "1.5 is not a whole number"),
-        ("workers = 1", "workers = 1\ncolour = 'red'", "there is no field colour"),
-        ('"30min"', '"30"', "machine[0]: spot: checkpoint_interval: '30' has no known unit of time"),
-        ('"30min"', '"0s"', "checkpoint_interval is 0"),
-        ("[[machine]]", "[machine]", "at least one [[machine]]"),
-        ("revocations_per_hour = 0.1", "elastic = true", "spot: revocations_per_hour is missing"),
-        ("revocations_per_hour = 0.1", "revocations_per_hour = 0\nelastic = true", "spot: elastic needs a lifetime"),
-        ("[machine.spot]", "[machine.spot]\nelastic = 'yes'", "elastic: 'yes' is neither true nor false"),
-        ("[machine.spot]", "[[machine.spot]]", "spot: it must be a table"),
+        ('bandwidth = "10gbit"', "", "machine[0].bandwidth is missing"),
+        ("workers = 1", "workers = 4", "machine[0].intra_bandwidth is missing"),
+        ("workers = 1", "workers = 1.5", "machine[0].workers is 1.5; a whole number"),
+        ("workers = 1", "workers = 1\ncolour = 'red'", "machine[0].colour is not known; the fields are name, "),
+        ('"30min"', '"30"', "machine[0].spot.checkpoint_interval is wrong: '30' has no known unit of time"),
+        ('"30min"', '"0s"', "machine[0].spot.checkpoint_interval is shorter than a second"),
+        ("[[machine]]", "[machine]", "machine is {"),
+        ("revocations_per_hour = 0.1", "elastic = true", "machine[0].spot.revocations_per_hour is missing"),
+        ("revocations_per_hour = 0.1", "revocations_per_hour = 0\nelastic = true", "spot.elastic needs a lifetime"),
+        ("[machine.spot]", "[machine.spot]\nelastic = 'yes'", 'spot.elastic is "yes"; true or false'),
+        ("[machine.spot]", "[[machine.spot]]", "machine[0].spot is [{"),
         ("[[machine]]", "[[machine", "is not valid TOML"),
+        ("price_per_hour = 2", f"price_per_hour = {'9' * 400}", "a number from 0 to 1e+09 is expected"),
+        ("price_per_hour = 2", f"price_per_hour = {'9' * 5000}", "is not valid TOML"),
+        ("date = 2026-11-01", f"date = {'[' * 3000}", "is not valid TOML: it nests too deeply"),
+        ("workers = 1", "workers = 2026-11-01", 'workers is "2026-11-01"'),
+        ("revocations_per_hour = 0.1", "revocations_per_hour = 1e12", "revocations_per_hour is 1000000000000.0; 0, or"),
         ("[machine.spot]", "[[machine]]\nname='small'\nworkers=1\nprice_per_hour=1\nmax_machines=1\n[machine.spot]",
-         "two machines are called small"),
+         'machine[1].name is "small", as that of machine[0]'),
     ],
 )  # fmt: skip
 def test_wrong_price_files_get_one_sentence(old, new, words, price_path):

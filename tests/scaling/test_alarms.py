@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from gradcast import documents
 from gradcast.alarms import COMPUTE, DATA, LINK, WORKERS, Alarms, Observation
 from gradcast.errors import Error
 
@@ -145,21 +146,22 @@ def test_what_is_learned_anew_ends_alarms():
 
 def test_observations_are_read_from_json():
     (step,) = steps(1)
-    assert Observation.from_json(dataclasses.asdict(step)) == step
-    assert Observation.from_json({"step": 1, "step_ms": 300}) == Observation(1, 300)
+    assert Observation.read(dataclasses.asdict(step)) == step
+    assert Observation.read({"step": 1, "step_ms": 300, "data_ms": None}) == Observation(1, 300)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"step": 1}, "step_ms is missing"),
-        ({"step": 1, "step_ms": "300"}, "'300'"),
-        ({"step": 1, "step_ms": -1}, "at least 0"),
-        ({"step": None, "step_ms": 1}, "step is None"),
-        ({"step": 1, "step_ms": 1, "compute_ms": 4}, "a list of times"),
-        ({"step": 1, "step_ms": 1, "data_ms": [None]}, "numbers of at least 0"),
+        ({"step": 1, "step_ms": "300"}, 'step_ms is "300"; 0, or a number from'),
+        ({"step": 1, "step_ms": -1}, "step_ms is -1; 0, or a number from"),
+        ({"step": None, "step_ms": 1}, "step is null; a whole number"),
+        ({"step": 1.5, "step_ms": 1}, "step is 1.5; a whole number"),
+        ({"step": 1, "step_ms": 1, "compute_ms": 4}, "compute_ms is 4; a list is expected"),
+        ({"step": 1, "step_ms": 1, "data_ms": [1, None]}, r"data_ms\[1\] is null"),
     ],
 )
 def test_what_is_no_observation_is_refused(fields, words):
     with pytest.raises(Error, match=words):
-        Observation.from_json(fields)
+        documents.checked(fields, Observation.read, "run.jsonl")

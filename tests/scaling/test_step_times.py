@@ -85,8 +85,8 @@ def test_a_profile_gives_tensors_and_step(tmp_path):
     [
         ("m,1e9,50,", "line 8: step_ms is missing"),
         ("\nm,1e9,50,", "line 9: step_ms is missing"),
-        ("m,-1,50,3", "flops is '-1'"),
-        ("m,1e9,many,3", "tensors is 'many'"),
+        ("m,-1,50,3", "flops is -1.0; a number from 1"),
+        ("m,1e9,many,3", 'tensors is "many"; a whole number'),
     ],
 )
 def test_wrong_lines_are_named(table, line, words):

@@ -51,14 +51,14 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     common.option(group, "--budget", "MONEY", budget, common.argument(_money))
     sample = sample_path().replace("%", "%%")  # argparse fills in % marks
     prices = f"file with machines and prices (default: a bundled, outdated sample, {sample})"
-    common.option(group, "--prices", "FILE", prices)
+    common.option(group, "--prices", "FILE", prices, common.not_empty)
     common.renamed(group, cost="--budget")
 
 
 def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prediction")
     machine = "machine of the price file on which the profiles were measured; ranks that fit into one are assumed to "
-    common.option(group, "--measured-on", "NAME", f"{machine}share one")
+    common.option(group, "--measured-on", "NAME", f"{machine}share one", common.not_empty)
     common.add_uncertainty_options(group)
     algorithm = "algorithm of the all-reduce between machines"
     common.option(group, "--algorithm", None, algorithm, default="ring", choices=ALGORITHMS)

@@ -1,20 +1,25 @@
 """Shared by several commands: argument types, options, and output."""
 
 import argparse
+import importlib
 import importlib.util
 import json
+import os
 import textwrap
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns, total_bytes
+from gradcast.disk import check_writable
 from gradcast.errors import Error
 from gradcast.files import ESTIMATED_PROFILES, bundled_profiles, load_profile, scaled_profile
 from gradcast.scaling.growth import MEASURED_ALGORITHMS, SPREAD
 from gradcast.scaling.step_times import fit, load_step_times
+from gradcast.terminal import on_one_line
 from gradcast.units import (
     format_ms,
     format_size,
@@ -23,7 +28,9 @@ from gradcast.units import (
     parse_fraction,
     parse_positive,
     parse_positive_duration_s,
+    parse_positive_time_ns,
     parse_time_ns,
+    quoted,
 )
 
 EXIT_FINDING = 1  # returned by a command's ``run``: it has found what it was asked to look for
@@ -31,6 +38,8 @@ JSON_VERSION = 2  # of what commands print with --json; 1 had other units and na
 WORKERS_MAX = 1_000_000
 _HELP_WIDTH = 100
 _FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_COUNT_MAX = 1e24  # floating-point operations of a step of the largest models, with room
+_PICTURES = ("png", "svg", "pdf")
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -46,17 +55,36 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 POSITIVE = argument(parse_positive)
 FRACTION = argument(parse_fraction)
 TIME = argument(parse_time_ns)
+POSITIVE_TIME = argument(parse_positive_time_ns)
 DURATION = argument(parse_positive_duration_s)
 BANDWIDTH = argument(parse_bandwidth_bits_per_s)
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(high))
+        if not is_number or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from {low} to {high}")
         return int(text)
 
     return convert
+
+
+def factor(low: float, high: float) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        value: float = POSITIVE(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number from {low:g} to {high:g}")
+        return value
+
+    return convert
+
+
+def not_empty(text: str) -> str:
+    """A name, of a file for one. An empty one is a slip, often of a shell's variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
 
 
 def list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -123,7 +151,7 @@ def add_profile_argument(parser: argparse.ArgumentParser, *, several: bool = Fal
     option(parser, "--scale", "FACTOR", scale, POSITIVE, "1")
     if several:
         table = "steps of other models on a machine that you do not have (CSV: flops, tensors, step_ms); predicts yours"
-        option(parser, "--step-times", "FILE", table)
+        option(parser, "--step-times", "FILE", table, not_empty)
         option(parser, "--flops", "N", "with --step-times: floating-point operations of a step: 4.1G", argument(count))
 
 
@@ -155,6 +183,8 @@ def profiles_from(args: argparse.Namespace) -> list[_core.Profile]:
     if args.scale != 1:
         raise Error("--step-times says how long a step takes; leave out --scale")
     profiles = [load_profile(name) for name in args.profiles]
+    if compute_ns(profiles[0]) == 0:
+        raise Error(f"the profile {profiles[0].name} has no compute that --step-times could stretch")
     found = fit(load_step_times(args.step_times))
     step_ms = found.step_ms(args.flops, len(profiles[0].tensors))
     args.step_time = {
@@ -179,8 +209,32 @@ def print_step_time(args: argparse.Namespace) -> None:
 
 def count(text: str) -> float:
     """Parses 50000, 20k, 1.28M or 3G."""
-    factor = _FACTORS.get(text[-1:].lower(), 1)
-    return parse_positive(text if factor == 1 else text[:-1]) * factor
+    times = _FACTORS.get(text[-1:].lower(), 1)
+    value = parse_positive(text if times == 1 else text[:-1]) * times
+    if not 1 <= value <= _COUNT_MAX:
+        raise Error(f"{quoted(text)} is not a number from 1 to {_COUNT_MAX:g}")
+    return value
+
+
+def check_picture(path: str) -> None:
+    """Raises Error if the picture cannot be made or written, so that long work does not end with that."""
+    check_writable(path, "picture")
+    kind = Path(path).suffix.removeprefix(".").lower()
+    if kind not in ("", *_PICTURES):
+        raise Error(
+            f"the picture cannot be written to {path}: gradcast makes {', '.join(_PICTURES)}; name a file such as "
+            "plot.png"
+        )
+    importlib.import_module("gradcast.plots")  # raises an Error if matplotlib is missing
+
+
+def environment_number(name: str, low: int, high: int) -> int:
+    """A variable that a launcher sets. Raises Error."""
+    value = os.environ.get(name, "")
+    try:
+        return whole_number(low, high)(value)
+    except argparse.ArgumentTypeError as error:
+        raise Error(f"the environment variable {name} is wrong: {error}; correct it, or start with torchrun") from None
 
 
 def require_torch(command_: str) -> None:
@@ -202,7 +256,8 @@ def print_table(rows: list[list[Any]], headers: list[str], align: str) -> None:
 
 
 def profile_name(profile: _core.Profile, scale: float) -> str:
-    return profile.name if scale == 1 else f"{profile.name} (times x {scale:g})"
+    own = on_one_line(profile.name)
+    return own if scale == 1 else f"{own} (times x {scale:g})"
 
 
 def describe_profile(profile: _core.Profile, scale: float = 1.0) -> str:

@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         "--no-trial", action="store_true", help="do not try gradcast; nothing that needs a profile is predicted then"
     )
     parser.add_argument("--stop", action="store_true", help="end the script after the diagnosis, with exit code 0")
-    common.option(parser, "-o, --output", "DIR", "folder of the result", default="gradcast-doctor")
+    common.option(parser, "-o, --output", "DIR", "folder of the result", common.not_empty, "gradcast-doctor")
     common.add_json_option(parser)
     parser.add_argument("script", metavar="SCRIPT", help="training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -39,11 +39,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     common.require_torch("gradcast doctor")
+    options = {"steps": args.steps, "seconds": args.duration}
+    options |= {"network": not args.no_network, "trial": not args.no_trial}
+    rank = common.environment_number("RANK", 0, common.WORKERS_MAX - 1) if "RANK" in os.environ else 0
     from gradcast.diagnosis import script
     from gradcast.diagnosis.outcome import Outcome
 
-    options = {"steps": args.steps, "seconds": args.duration}
-    options |= {"network": not args.no_network, "trial": not args.no_trial}
-    rank = int(os.environ.get("RANK", "0"))
     outcome = Outcome(args.output, rank=rank, script=args.script, as_json=args.json, ends=args.stop)
     script.run(args.script, args.arguments, outcome, **options)

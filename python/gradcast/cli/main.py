@@ -4,13 +4,14 @@ Whatever goes wrong ends with one sentence on stderr; ``GRADCAST_DEBUG=1`` shows
 """
 
 import argparse
+import contextlib
 import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from gradcast import __version__
+from gradcast import __version__, terminal
 from gradcast.cli import GROUPS
 from gradcast.errors import Error
 
@@ -61,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
         sys.stdout.flush()
 
     def error(self, message: str) -> None:
-        self.exit(EXIT_WRONG_USE, f"gradcast: error: {message}; see `{self.prog} --help`\n")
+        self.exit(EXIT_WRONG_USE, f"gradcast: error: {terminal.on_one_line(message)}; see `{self.prog} --help`\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,13 +90,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+    with contextlib.ExitStack() as output:
+        output.enter_context(terminal.escaping())
+        return _run(sys.argv[1:] if arguments is None else arguments, output)
+
+
+def _run(arguments: Sequence[str], output: contextlib.ExitStack) -> int:
+    """``output``: closed for a command that runs a program of the user's in this process, whose output is its own."""
     try:
         if sys.stdout is None:
             raise Error("cannot write to the standard output: it is closed", "environment")
         if arguments and arguments[0] in _RENAMED:
             raise Error(f"`gradcast {arguments[0]}` is now `{_RENAMED[arguments[0]]}`")
         args = build_parser().parse_args(_negative_values_joined(arguments))
+        if args.command == "doctor":
+            output.close()
         code = args.run(args)
         sys.stdout.flush()
         return code or EXIT_FINE
@@ -106,7 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _EXIT_CODES.get(error.code, EXIT_WRONG_USE)
         if code == EXIT_DEFECT:
             return _defect(error)
-        print(f"gradcast: error: {error}", file=sys.stderr)
+        # A name from a file must not add a line that looks like one of gradcast's.
+        message = str(error) if getattr(error, "has_lines", False) else terminal.on_one_line(str(error))
+        print(f"gradcast: error: {message}", file=sys.stderr)
         return code
     except BrokenPipeError:
         # The reader, for instance `head`, has read all that it wanted.

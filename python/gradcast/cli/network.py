@@ -34,14 +34,17 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        raise Error(f"{missing[0]} is not set, so there are no workers to measure between; start it with\n  {_EXAMPLE}")
+        raise Error(f"{missing[0]} is not set, so there are no workers to measure between; start it with `{_EXAMPLE}`")
+    world_size = common.environment_number("WORLD_SIZE", 1, common.WORKERS_MAX)
+    rank = common.environment_number("RANK", 0, world_size - 1)
+    common.environment_number("MASTER_PORT", 1, 65535)
     if not _SECONDS_MIN <= args.duration <= _SECONDS_MAX:
         raise Error(f"--duration must be from {_SECONDS_MIN}s to {_SECONDS_MAX // 60}min")
     common.require_torch("gradcast network")
     found = _checked(args.duration, quiet=args.json)
     if found is None:
-        raise Error(f"there is only one worker; start at least two, for instance with\n  {_EXAMPLE}")
-    if os.environ["RANK"] != "0":
+        raise Error(f"there is only one worker; start at least two, for instance with `{_EXAMPLE}`")
+    if rank != 0:
         return
     if args.json:
         common.print_json(_in_ms(found))

@@ -5,7 +5,17 @@ import itertools
 from dataclasses import dataclass, replace
 
 from gradcast import _core
-from gradcast.cli.common import BANDWIDTH, TIME, WORKERS_MAX, argument, list_of, option, renamed, whole_number
+from gradcast.cli.common import (
+    BANDWIDTH,
+    TIME,
+    WORKERS_MAX,
+    argument,
+    list_of,
+    not_empty,
+    option,
+    renamed,
+    whole_number,
+)
 from gradcast.comparison.measured_exchange import exchange_of
 from gradcast.errors import Error
 from gradcast.files import load_link
@@ -35,7 +45,8 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network (without these options: the profile's own link)")
     names = "published networks, separated by commas; `gradcast dev published-networks` lists them"
     option(group, "--network", "NAMES", names, list_of(str), action="extend")
-    option(group, "--link", "JSON", "file with a link model, for instance from `gradcast dev link fit`")
+    link = "file with a link model, for instance from `gradcast dev link fit`"
+    option(group, "--link", "JSON", link, not_empty)
     option(
         group,
         "--bandwidth",

@@ -9,8 +9,8 @@ from gradcast.cli.network_options import Network, add_network_options, given, ne
 from gradcast.comparison import local_rounds, powersgd
 from gradcast.comparison.compare import Comparison, PolicyResult, compare, parse_policies, same_bound
 from gradcast.comparison.verdict import verdict
+from gradcast.disk import check_writable
 from gradcast.errors import Error
-from gradcast.files import check_writable
 from gradcast.units import format_size
 
 _EXAMPLE = """gradcast simulate resnet50 --scale 0.5 --bandwidth 3gbit --workers 8
@@ -42,8 +42,9 @@ def add_parser(commands: Any) -> None:
     common.option(group, "--sync-every", "H", local, common.whole_number(2, 1_000_000))
     group = parser.add_argument_group("output")
     pictures = "also draw the plans of one network, the speed-up on several, or with --scaling step time and efficiency"
-    common.option(group, "--plot", "PNG", pictures)
-    common.option(group, "--csv", "FILE", "also write a line per network and policy to this file (-: print them only)")
+    common.option(group, "--plot", "PNG", pictures, common.not_empty)
+    table = "also write a line per network and policy to this file (-: print them only)"
+    common.option(group, "--csv", "FILE", table, common.not_empty)
     common.add_json_option(group)
     common.renamed(parser, bandwidths="--bandwidth", policies="--policy", output="--csv or --plot", o="--csv or --plot")
     parser.set_defaults(run=run)
@@ -51,7 +52,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.plot:
-        check_writable(args.plot, "picture")
+        common.check_picture(args.plot)
     if args.csv not in (None, "-"):
         check_writable(args.csv, "table")
     if args.powersgd is not None and (others := [*(["--scaling"] if args.scaling else []), *given(args, "wire")]):

@@ -12,8 +12,8 @@ from gradcast.cli import common
 from gradcast.cli.network_options import Network
 from gradcast.comparison.compare import Comparison, PolicyResult, compare
 from gradcast.comparison.verdict import verdict
+from gradcast.disk import write_file
 from gradcast.errors import Error
-from gradcast.files import write_text
 from gradcast.units import format_time
 
 _DIGITS = 6
@@ -46,7 +46,7 @@ def print_result(args: argparse.Namespace, fields: dict[str, Any]) -> bool:
         print(_as_csv(_rows(fields)), end="")
         return True
     if args.csv:
-        write_text(args.csv, _as_csv(_rows(fields)), "table")
+        write_file(args.csv, _as_csv(_rows(fields)), "table")
     if args.json:
         common.print_json({**fields, "step_time": args.step_time})
     return args.json

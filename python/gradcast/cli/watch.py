@@ -3,17 +3,25 @@
 import argparse
 import collections
 import dataclasses
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from gradcast import documents
 from gradcast.alarms import Alarms, Observation
 from gradcast.cli import common
+from gradcast.disk import read_text
+from gradcast.documents import Wrong, number, record, text, whole
 from gradcast.errors import Error
-from gradcast.files import read_text
 
 _EXAMPLE = """gradcast watch run.jsonl
   gradcast watch speeds.jsonl --expected 335ms --ranks 8"""
+_MS = number(0, 1e10)
+_SNAPSHOTS = record(
+    {},
+    {"step": whole(0, 2**53), "age_s": number(0, 1e10), "stall_ms": _MS, "write_ms": _MS, "overhead": number(0, 1e10)}
+    | {"failed": whole(0, 2**53), "error": text},
+)
+_STATISTICS = record({}, {"snapshots": _SNAPSHOTS})
 
 
 def add_parser(commands: Any) -> None:
@@ -27,7 +35,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("run_", metavar="RUN", help="a file with one JSON object in each line")
     expected = "what a step should take, for all steps; nothing but the steps is then looked at"
-    common.option(parser, "--expected", "TIME", expected, common.TIME)
+    common.option(parser, "--expected", "TIME", expected, common.POSITIVE_TIME)
     ranks = "number of ranks, where the lines do not hold it (default: 1)"
     common.option(parser, "--ranks", "N", ranks, common.whole_number(1, common.WORKERS_MAX))
     common.add_json_option(parser)
@@ -35,8 +43,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    text = read_text(args.run_, "run")
-    steps, snapshots = list(_observations(text, args.run_)), _last_snapshots(text)
+    lines = list(_lines(read_text(args.run_, "run"), args.run_))
+    if not lines:
+        raise Error(f"{args.run_} has no lines; give a file with one JSON object in each")
+    steps, snapshots = list(_observations(lines)), lines[-1].snapshots
     if args.expected is not None:
         steps = [dataclasses.replace(step, expected_ms=args.expected / 1e6) for step in steps]
     ranks = args.ranks or max([1, *(len(step.compute_ms) for step in steps)])
@@ -56,16 +66,9 @@ def run(args: argparse.Namespace) -> int:
     return common.EXIT_FINDING if alarms.all else 0
 
 
-def _last_snapshots(text: str) -> dict[str, Any] | None:
-    """Their statistics at the end of the run; None if it took none. REQUIRES: each line is one that is observed."""
-    last = next((json.loads(line) for line in reversed(text.splitlines()) if line.strip()), {})
-    found = last.get("snapshots")
-    return found if isinstance(found, dict) else None
-
-
 def _described(snapshots: dict[str, Any]) -> str:
     values = collections.defaultdict(lambda: None, snapshots)
-    failed = f"; {values['failed']} failed, the last time with: {values['error']}" if values["error"] else ""
+    failed = f"; {values['failed'] or 0} failed, the last time with: {values['error']}" if values["error"] else ""
     if values["step"] is None:
         return f"snapshots: none is complete{failed}"
     ms = {"the copy": values["stall_ms"], "the write": values["write_ms"]}
@@ -75,29 +78,38 @@ def _described(snapshots: dict[str, Any]) -> str:
     return f"snapshots: the last one is of step {values['step']:,}{age}; {times}{cost}{failed}"
 
 
-def _observations(text: str, path: str) -> Iterator[Observation]:
-    """Lines of steps about which nothing is known yet are left out."""
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """What is read of a line. ``observed``: None if nothing is known of the step yet, as in the warm-up."""
+
+    observed: Observation | None
+    snapshots: dict[str, Any] | None
+
+
+def _lines(text_: str, path: str) -> Iterator[_Line]:
+    # Not splitlines(): a text may hold what that takes for the end of a line, such as U+2028.
+    for number_, line in enumerate(text_.split("\n"), 1):
+        if line.strip():
+            yield documents.read(line, _line, f"{path}, line {number_}")
+
+
+def _line(value: Any) -> _Line:
+    fields = _STATISTICS(value)
+    if "observed" in fields:
+        observed = fields["observed"]
+        try:
+            return _Line(None if observed is None else Observation.read(observed), fields.get("snapshots"))
+        except Wrong as wrong:
+            raise wrong.inside("observed") from None
+    return _Line(Observation.read(fields), fields.get("snapshots"))
+
+
+def _observations(lines: Iterable[_Line]) -> Iterator[Observation]:
+    """Whoever writes the statistics twice in a step sees the same observation again."""
     seen = None
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
+    for line in lines:
+        if line.observed is None:
             continue
-        where = f"{path}, line {number}"
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            raise Error(f"{where}: this is not JSON; write one object in each line") from None
-        if not isinstance(fields, dict):
-            raise Error(f"{where}: this is not an object; write one in each line")
-        fields = fields.get("observed", fields)
-        if fields is None:
-            continue
-        if not isinstance(fields, dict):
-            raise Error(f"{where}: observed is no object; write handle.stats() as it is")
-        try:
-            observed = Observation.from_json(fields)
-        except Error as error:
-            raise Error(f"{where}: {error}") from None
-        # Whoever writes the statistics twice in a step sees the same observation again.
-        if observed.step != seen:
-            yield observed
-        seen = observed.step
+        if line.observed.step != seen:
+            yield line.observed
+        seen = line.observed.step

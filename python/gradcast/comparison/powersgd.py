@@ -30,7 +30,7 @@ def with_shapes(profile: _core.Profile, shapes: Mapping[str, Sequence[int]]) -> 
 
 
 def has_shapes(profile: _core.Profile) -> bool:
-    return any("shape" in tensor for tensor in tensor_fields(profile))
+    return any(tensor.get("shape") is not None for tensor in tensor_fields(profile))
 
 
 def sent_elements(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
@@ -67,6 +67,8 @@ def _sent(profile: _core.Profile, rank: int) -> Iterator[tuple[int, list[int]]]:
     for tensors in by_buffer.values():
         # Gradients that were measured with 8-bit numbers are counted in groups of fp32.
         element_bytes = tensors[0]["element_bytes"] if tensors[0]["element_bytes"] <= 8 else 4
-        shapes = [tensor.get("shape", [tensor["bytes"] // element_bytes]) for tensor in tensors]
+        known = [tensor.get("shape") for tensor in tensors]
+        flat = [[tensor["bytes"] // element_bytes] for tensor in tensors]
+        shapes = [own if shape is None else shape for shape, own in zip(known, flat, strict=True)]
         sums = [sum(each) for each in zip(*(sent_elements(shape, rank) for shape in shapes), strict=True)]
         yield element_bytes, [max(1, elements) for elements in sums]

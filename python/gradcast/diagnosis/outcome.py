@@ -8,7 +8,7 @@ from typing import Any
 from gradcast.diagnosis.report import text as text_report
 from gradcast.diagnosis.runs import RESULT, TRACE
 from gradcast.diagnosis.trace import files as trace_files
-from gradcast.files import check_writable, make_folder, write_atomically
+from gradcast.disk import check_writable, make_folder, write_file
 
 
 class Outcome:
@@ -36,7 +36,7 @@ class Outcome:
         text = json.dumps(self.result)
         # Printed before anything is written, because the disk may be full.
         _print(text if self._as_json else self._text(trace is not None))
-        write_atomically(self._folder / RESULT, text, "result")
+        write_file(self._folder / RESULT, text, "result")
         # A trace of an earlier run in this folder would be taken for this one's.
         (self._folder / TRACE).unlink(missing_ok=True)
         if trace is not None:

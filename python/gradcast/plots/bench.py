@@ -7,7 +7,7 @@ import numpy
 
 from gradcast import _core
 from gradcast.palette import CURVES
-from gradcast.plots.canvas import Bar, bare, draw_grid, draw_steps, plt, save
+from gradcast.plots.canvas import Bar, bare, draw_grid, draw_steps, literal, plt, save
 from gradcast.units import format_time
 
 _COLOURS = dict(zip(("all_reduce", "reduce_scatter", "all_gather"), CURVES, strict=False))
@@ -16,7 +16,7 @@ _POINTS_OF_A_LINE = 200
 
 def draw_bench(path: str, results: dict[str, Any]) -> None:
     """``results``: the JSON object of gradcast-bench, with a sweep or a schedule."""
-    rows = results.get("schedule", [])
+    rows = results.get("schedule") or []
     parts = [part for part, there in ((_draw_sweep, results.get("sweep")), (_draw_schedule, rows)) if there]
     figure, axes = plt.subplots(
         1, len(parts), figsize=(6.2 * len(parts), max(4.2, 1.6 + 0.34 * len(rows))), layout="constrained", squeeze=False
@@ -24,13 +24,16 @@ def draw_bench(path: str, results: dict[str, Any]) -> None:
     for draw, place in zip(parts, axes[0], strict=True):
         draw(place, results)
     figure.suptitle(
-        f"gradcast-bench: {results['world_size']} ranks over {results['transport']}", fontsize=11, x=0.01, ha="left"
+        literal(f"gradcast-bench: {results['world_size']} ranks over {results['transport']}"),
+        fontsize=11,
+        x=0.01,
+        ha="left",
     )
     save(figure, path)
 
 
 def _draw_sweep(axes: Any, results: dict[str, Any]) -> None:
-    link = _core.LinkModel.from_json(json.dumps(results["link"])) if "link" in results else None
+    link = _core.LinkModel.from_json(json.dumps(results["link"])) if results.get("link") else None
     for op, colour in _COLOURS.items():
         rows = [row for row in results["sweep"] if row["op"] == op]
         if not rows:
@@ -68,7 +71,7 @@ def _draw_schedule(axes: Any, results: dict[str, Any]) -> None:
         bars.append(Bar(row["policy"], step_ms, low_ms, high_ms, f"{step_ms:.1f}", place == 0, predicted_ms))
     draw_steps(axes, bars, compute_ms=rows[0]["compute_ns"] / 1e6, bound_ms=rows[0]["bound_ns"] / 1e6)
     axes.set_xlabel("ms per step: compute, and what communication adds\n| predicted    - - lower bound")
-    axes.set_title(f"{results['profile']}, {results['mode']} mode", fontsize=10, loc="left")
+    axes.set_title(literal(f"{results['profile']}, {results['mode']} mode"), fontsize=10, loc="left")
 
 
 def _binary_size(size_bytes: float, _: int) -> str:

@@ -1,17 +1,21 @@
 """What all plots share."""
 
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
-from gradcast.errors import Error
+from gradcast.disk import write_file
 from gradcast.palette import COMPUTE, GRID, INK, WAIT
+from gradcast.terminal import visible
 
-__all__ = ["Bar", "bare", "draw_grid", "draw_steps", "legend_below", "plt", "save"]
+__all__ = ["Bar", "bare", "draw_grid", "draw_steps", "legend_below", "literal", "plt", "save"]
 
 _DPI = 150
+_LITERAL_MAX = 160
 _BAR = 0.68  # height
 
 
@@ -42,7 +46,7 @@ def draw_steps(axes: Any, bars: Sequence[Bar], *, compute_ms: float, bound_ms: f
                 axes.plot(bar.predicted_ms, place, "|", color=colour, markersize=length, markeredgewidth=width)
         axes.text(ends_ms[place] + 0.012 * end_ms, place, bar.label, va="center", fontsize=8.5)
     axes.axvline(bound_ms, color=INK, linestyle="--", linewidth=1.2)
-    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.set_yticks(range(len(bars)), [literal(bar.name) for bar in bars])
     for label, bar in zip(axes.get_yticklabels(), bars, strict=True):
         label.set_fontweight("bold" if bar.own else "normal")
     bare(axes)
@@ -71,10 +75,16 @@ def legend_below(figure: Any, handles: Iterable[Any] | None = None) -> None:
     figure.legend(handles=found, loc="outside lower center", ncols=len(found or range(6)), frameon=False, fontsize=9)
 
 
+def literal(text: str) -> str:
+    """Text with names from files: a dollar sign would begin a formula, and a very long name makes no picture."""
+    shown = visible(text).replace("$", r"\$")
+    return shown if len(shown) <= _LITERAL_MAX else f"{shown[:_LITERAL_MAX]}…"
+
+
 def save(figure: Any, path: str) -> None:
+    content = io.BytesIO()
     try:
-        figure.savefig(path, dpi=_DPI)
-    except (OSError, ValueError) as error:
-        raise Error(f"the plot cannot be written to {path}: {error}; name a file such as plot.png") from None
+        figure.savefig(content, dpi=_DPI, format=Path(path).suffix.removeprefix(".").lower() or "png")
     finally:
         plt.close(figure)
+    write_file(path, content.getvalue(), "picture")

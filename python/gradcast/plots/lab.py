@@ -10,7 +10,7 @@ from gradcast.lab.results import Table, VariantResult
 from gradcast.lab.variants import COMPUTE
 from gradcast.palette import CHANGED, CURVES, INK, WAIT
 from gradcast.palette import COMPUTE as COMPUTE_COLOUR
-from gradcast.plots.canvas import Bar, bare, draw_steps, legend_below, plt, save
+from gradcast.plots.canvas import Bar, bare, draw_steps, legend_below, literal, plt, save
 
 _WHOLE_MS = 100  # longer steps are shown without decimals
 _STEP, _MEASURING, _TRIED = CURVES[0], CURVES[1], CURVES[5]
@@ -25,7 +25,7 @@ def draw_lab(path: str, table: Table, *, title: str) -> None:
     ]
     draw_steps(axes, bars, compute_ms=table.compute_ms, bound_ms=table.bound_ms)
     axes.set_xlabel("ms per step: the median of all steps (and the speed-up over the best DDP)")
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(literal(title), fontsize=10, loc="left")
     handles = [
         Patch(facecolor=COMPUTE_COLOUR, label="compute alone"),
         Patch(facecolor=WAIT, label="added by communication"),
@@ -77,7 +77,7 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, descri
     )
     axes.set_xlabel("step")
     axes.set_ylabel("ms")
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(literal(title), fontsize=10, loc="left")
     bare(axes)
     axes.spines["left"].set_visible(True)
     legend_below(figure)

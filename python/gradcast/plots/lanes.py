@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from gradcast import _core
 from gradcast.comparison.compare import Comparison, has_other_ops, same_bound
 from gradcast.palette import BACKWARD, FAINT, FORWARD, INK, NETWORK_SHADES, WAIT
-from gradcast.plots.canvas import bare, legend_below, plt, save
+from gradcast.plots.canvas import bare, legend_below, literal, plt, save
 
 _NEED_COLOURS = LinearSegmentedColormap.from_list("first use", NETWORK_SHADES)
 _HATCHES = {"reduce_scatter": "////", "all_gather": "...."}  # all-reduces have no hatch
@@ -53,7 +53,8 @@ def draw_plan(
     blocks = f"{len(plan.blocks)} block{'s' if len(plan.blocks) != 1 else ''}"
     waited_ms = sum(length for _, length in _waits(profile, plan, timeline))
     axes.set_title(
-        f"{title}\n{plan.policy}, {plan.mode} mode: {blocks}, {end_ms:.1f} ms; forward waits {waited_ms:.1f} ms",
+        f"{literal(title)}\n{literal(plan.policy)}, {plan.mode} mode: {blocks}, {end_ms:.1f} ms; "
+        f"forward waits {waited_ms:.1f} ms",
         fontsize=10,
         loc="left",
     )
@@ -89,7 +90,7 @@ def draw_comparison(
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.policy == _core.DEFAULT_POLICY else "normal")
     axes.set_xlabel("ms from the start of backward (upper lane: compute, lower lane: link)")
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(literal(title), fontsize=10, loc="left")
     bare(axes)
     # The same words as in the sentence of `gradcast simulate` about this bound.
     _draw_key(figure, axes, colours, plans=[row.plan for row in rows], schedules="schedule")

@@ -5,7 +5,7 @@ from typing import Any
 
 from gradcast.comparison.compare import ratio
 from gradcast.palette import CURVES, FAINT
-from gradcast.plots.canvas import draw_grid, plt, save
+from gradcast.plots.canvas import draw_grid, literal, plt, save
 from gradcast.scaling.estimate import MEASURED, Band, Point
 from gradcast.scaling.growth import ALGORITHMS
 
@@ -34,7 +34,7 @@ def draw_scaling(path: str, band: Band, *, title: str) -> None:
     # After all columns are drawn, since they share these axes.
     panels[0][0].set_ylim(0, _HEADROOM * max(point.high_ns / 1e6 for point in band.points))
     panels[1][0].set_ylim(0, 100 * _HEADROOM)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(literal(title), fontsize=11)
     handles = _key(sorted({algorithm for _, algorithm in curves}, key=ALGORITHMS.index), band)
     figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
     save(figure, path)

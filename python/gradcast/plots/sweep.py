@@ -5,7 +5,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.comparison.compare import BASELINE
 from gradcast.palette import CURVES
-from gradcast.plots.canvas import draw_grid, plt, save
+from gradcast.plots.canvas import draw_grid, literal, plt, save
 
 # Markers distinguish repeated colours.
 _MARKERS = ["o", "s", "^", "v", "D", "P", "X", "<", ">", "*"]
@@ -27,7 +27,7 @@ def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
     panels[0][0].set_ylim(low, max(row["speedup_over_ddp"] for row in rows) + _MARGIN)
     if below:
         figure.supxlabel(f"below the axis at some points: {', '.join(below)}", fontsize=8, wrap=True)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(literal(title), fontsize=11)
     lines = {line.get_label(): line for axes in panels[0] for line in axes.get_lines()}
     shown = [policy for policy in policies if policy in lines]
     figure.legend(

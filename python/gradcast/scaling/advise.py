@@ -17,7 +17,14 @@ from gradcast.files import scaled_profile
 from gradcast.scaling.estimate import Band, Options, Point, band, measured_network
 from gradcast.scaling.growth import SPREAD, Network, Nodes, from_hop, hop
 from gradcast.scaling.prices import Machine, Prices, Spot
-from gradcast.scaling.spot import ABANDONED_FACTOR, mean_s, quantile, simulate_elastic, simulate_s
+from gradcast.scaling.spot import (
+    ABANDONED_FACTOR,
+    SimulationTooLongError,
+    mean_s,
+    quantile,
+    simulate_elastic,
+    simulate_s,
+)
 
 # A spot training that is recommended for a time ends within it nine times out of ten.
 _CONFIDENCE = 0.9
@@ -134,7 +141,12 @@ def _machine_rows(
         rows.append(_on_demand(machine, points[count], request))
         if machine.spot is None:
             continue
-        row = _on_spot(rows[-1], machine.spot, points[count], request, _shares(points, count))
+        try:
+            row = _on_spot(rows[-1], machine.spot, points[count], request, _shares(points, count))
+        except SimulationTooLongError:
+            why = f"{request.run_count} simulated trainings with so many revocations take too long; give fewer --runs"
+            skipped[_cluster(machine.name, count, True)] = why
+            continue
         if row.hours < math.inf:
             rows.append(row)
         else:

@@ -18,10 +18,37 @@ from gradcast.scaling.prices import Spot
 
 # A training is abandoned if it takes this many times as long as without revocations.
 ABANDONED_FACTOR = 20
-# Stop after 20 consecutive abandoned runs. If half of all runs end, that happens once in a million times.
-_HOPELESS_RUNS = 20
+# Stop if the first 20 runs are abandoned. If half of all runs end, that happens once in a million times.
+_FIRST_RUNS = 20
 # exp() of more overflows a double.
 _EXPONENT_MAX = 700.0
+# Of lifetimes, in one simulation: some seconds.
+_DRAWS_MAX = 5_000_000
+
+
+class SimulationTooLongError(Exception):
+    """The trainings meet so many revocations that simulating all clusters would take very long."""
+
+
+class _Lifetimes:
+    def __init__(self, spot: Spot, revocations: float, run_count: int, seed: int) -> None:
+        """``revocations``: of a training without delay; delays multiply it by up to ABANDONED_FACTOR."""
+        if min(run_count, _FIRST_RUNS) * revocations > _DRAWS_MAX / ABANDONED_FACTOR:
+            raise SimulationTooLongError
+        self._scale_s = 3600 / spot.revocations_per_hour / math.gamma(1 + 1 / spot.shape)
+        self._shape, self._run_count = spot.shape, run_count
+        self._random, self._count = random.Random(seed), 0
+
+    def draw_s(self) -> float:
+        self._count += 1
+        if self._count > _DRAWS_MAX:
+            raise SimulationTooLongError
+        return self._random.weibullvariate(self._scale_s, self._shape)
+
+    def check_pace(self, done: int) -> None:
+        """``done``: runs, after which it shows how many lifetimes all will take."""
+        if self._count / done * self._run_count > _DRAWS_MAX:
+            raise SimulationTooLongError
 
 
 def _checkpoint_count(work_s: float, spot: Spot) -> int:
@@ -32,6 +59,10 @@ def _checkpoint_count(work_s: float, spot: Spot) -> int:
 def undisturbed_s(work_s: float, spot: Spot) -> float:
     """Time of a training of ``work_s`` with its checkpoints and without revocations."""
     return work_s + _checkpoint_count(work_s, spot) * spot.checkpoint_cost_s
+
+
+def _revocations(work_s: float, machine_count: int, spot: Spot) -> float:
+    return machine_count * (1 + undisturbed_s(work_s, spot) / 3600 * spot.revocations_per_hour)
 
 
 def expected_s(work_s: float, machine_count: int, spot: Spot) -> float:
@@ -54,22 +85,22 @@ def expected_s(work_s: float, machine_count: int, spot: Spot) -> float:
 
 
 def simulate_s(work_s: float, machine_count: int, spot: Spot, *, run_count: int, seed: int) -> list[float]:
-    """Times of ``run_count`` simulated trainings, ascending; infinite if abandoned. Equal seeds give equal times."""
+    """Times of ``run_count`` simulated trainings, ascending; infinite if abandoned. Equal seeds give equal times.
+    Raises SimulationTooLongError."""
     if spot.revocations_per_hour == 0:
         return [undisturbed_s(work_s, spot)] * run_count
     limit_s = ABANDONED_FACTOR * undisturbed_s(work_s, spot)
     # With another shape the mean may be very different.
     if spot.shape == 1 and expected_s(work_s, machine_count, spot) > limit_s:
         return [math.inf] * run_count
-    generator = random.Random(seed)
-    scale_s = 3600 / spot.revocations_per_hour / math.gamma(1 + 1 / spot.shape)
+    lifetimes = _Lifetimes(spot, _revocations(work_s, machine_count, spot), run_count, seed)
     times_s: list[float] = []
     for _ in range(run_count):
-        times_s.append(
-            _one_run_s(work_s, machine_count, spot, lambda: generator.weibullvariate(scale_s, spot.shape), limit_s)
-        )
-        if len(times_s) == _HOPELESS_RUNS and min(times_s) == math.inf:
-            return [math.inf] * run_count
+        times_s.append(_one_run_s(work_s, machine_count, spot, lifetimes.draw_s, limit_s))
+        if len(times_s) == _FIRST_RUNS:
+            if min(times_s) == math.inf:
+                return [math.inf] * run_count
+            lifetimes.check_pace(_FIRST_RUNS)
     return sorted(times_s)
 
 
@@ -125,12 +156,11 @@ def simulate_elastic(
     work_s: float, shares: Sequence[float], spot: Spot, *, run_count: int, seed: int
 ) -> list[ElasticRun]:
     """Simulated trainings, ascending by time; infinite if abandoned. ``work_s``: with all machines. ``shares``: speed
-    with 1, 2, … machines as a share of that with all.
+    with 1, 2, … machines as a share of that with all. Raises SimulationTooLongError.
     """
     undisturbed = undisturbed_s(work_s, spot)
     limit_s = ABANDONED_FACTOR * undisturbed
-    generator = random.Random(seed)
-    scale_s = 3600 / spot.revocations_per_hour / math.gamma(1 + 1 / spot.shape)
+    lifetimes = _Lifetimes(spot, _revocations(work_s, len(shares), spot), run_count, seed)
     # Checkpoints are paid with a little of the speed, so that it does not matter when they are written.
     speeds = [share / undisturbed for share in shares]
     part_s = spot.checkpoint_interval_s + spot.checkpoint_cost_s
@@ -139,7 +169,7 @@ def simulate_elastic(
         now_s = machine_s = 0.0
         work = 1.0
         while now_s <= limit_s:
-            ends_s = sorted(generator.weibullvariate(scale_s, spot.shape) for _ in speeds)
+            ends_s = sorted(lifetimes.draw_s() for _ in speeds)
             found = elastic_run(speeds, ends_s, work)
             if found is not None:
                 return ElasticRun(now_s + found.time_s, machine_s + found.machine_s)
@@ -150,7 +180,9 @@ def simulate_elastic(
             machine_s += sum(ends_s) + len(speeds) * spot.restart_s
         return ElasticRun(math.inf, math.inf)
 
-    return sorted(one_run() for _ in range(run_count))
+    runs = [one_run() for _ in range(min(_FIRST_RUNS, run_count))]
+    lifetimes.check_pace(len(runs))
+    return sorted([*runs, *(one_run() for _ in range(run_count - len(runs)))])
 
 
 def quantile(ascending: list[float], share: float) -> float:

@@ -5,19 +5,20 @@ None of the three is negative, and relative errors count (least squares). What s
 leaving out each model in turn and predicting it from the others.
 """
 
-import csv
-import io
 import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradcast.comparison.compare import compute_ns
+from gradcast.disk import read_text
+from gradcast.documents import number, table_number, table_rows, whole
 from gradcast.errors import Error
-from gradcast.files import load_profile, read_text
+from gradcast.files import load_profile
 
 # With fewer, leaving one out leaves hardly more models than there are unknowns.
 _MODELS_MIN = 5
+_CODE = "invalid_option"
 
 
 @dataclass(frozen=True)
@@ -79,35 +80,21 @@ def fit(models: Sequence[ModelStep]) -> Fit:
 
 def load_step_times(path: str) -> list[ModelStep]:
     """A CSV file with the columns flops, and tensors and step_ms, or profile; and perhaps model, a name."""
-    rows, found = csv.DictReader(io.StringIO(read_text(path, "step times"))), []
-    for row in rows:
-        try:
-            found.append(_model(row))
-        except Error as error:
-            raise Error(f"{path}, line {rows.line_num}: {error}") from None
-    return found
+    rows = table_rows(read_text(path, "step times"), path, ("flops",), _CODE)
+    return [_model(row, where) for where, row in rows]
 
 
-def _model(row: dict[str, str]) -> ModelStep:
+def _model(row: dict[str, str], where: str) -> ModelStep:
     name = row.get("model") or row.get("profile") or ""
-    flops = _number(row, "flops")
+    flops = table_number(row, "flops", number(1, 1e24), where, _CODE)
     if row.get("profile"):
-        profile = load_profile(row["profile"])
+        try:
+            profile = load_profile(row["profile"])
+        except Error as error:
+            raise Error(f"{where}: {error}", error.code) from None
         return ModelStep(name, flops, len(profile.tensors), compute_ns(profile) / 1e6)
-    return ModelStep(name, flops, int(_number(row, "tensors")), _number(row, "step_ms"))
-
-
-def _number(row: dict[str, str], column: str) -> float:
-    text = row.get(column)
-    if not text:
-        raise Error(f"{column} is missing; the columns are model, flops, and tensors and step_ms or profile")
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise Error(f"{column} is {text!r}; a number above 0 is expected")
-    return value
+    tensors = table_number(row, "tensors", whole(1, 10**9), where, _CODE)
+    return ModelStep(name, flops, tensors, table_number(row, "step_ms", number(1e-6, 1e10), where, _CODE))
 
 
 def _predicted(coefficients: Sequence[float], model: ModelStep) -> float:

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from gradcast import _core
 from gradcast.alarms import Alarm
+from gradcast.disk import write_file
 from gradcast.errors import refused
-from gradcast.files import write_text
 from gradcast.training.attached_modules import close_at_exit, detach
 from gradcast.training.averaged_model import kept_average
 from gradcast.training.plan.balancing import SamplerCall
@@ -176,18 +176,18 @@ class Handle:
         }
 
     def save_timeline(self, path: str) -> None:
-        write_text(path, json.dumps(self.timeline()), "timeline")
+        write_file(path, json.dumps(self.timeline()), "timeline")
 
     def save_profile(self, path: str) -> None:
         """Saves the measured profile for ``gradcast simulate`` and ``gradcast dev plan``."""
         if self.profile is None:
             raise refused("the profile is not measured yet; save it after the warm-up steps")
-        write_text(path, self.profile.to_json(), "profile")
+        write_file(path, self.profile.to_json(), "profile")
 
     def save_plan(self, path: str, profile_path: str | None = None) -> None:
         """Saves the plan in force; ``Options(plan=path)`` follows it again. ``profile_path``: noted in the file for
         ``gradcast dev plot``."""
-        write_text(path, self._session.plan_text(profile_path), "plan")
+        write_file(path, self._session.plan_text(profile_path), "plan")
 
     def on_update(self, function: UpdateFunction, owned: Owned | None = None) -> "UpdateRegistration":
         """Calls ``function(names, parameters)`` with parameters whose update has just run: each trained parameter once

@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
     scenarios = "; ".join(f"{name}: {words.format(factor=2)}" for name, words in SCENARIOS.items())
     scenarios = f"what changes during the middle third of the steps: {scenarios}"
     common.option(parser, "--scenario", None, scenarios, default="network", choices=list(SCENARIOS))
-    common.option(parser, "--factor", "FACTOR", "slowdown", common.POSITIVE, "2")
+    common.option(parser, "--factor", "FACTOR", "slowdown", common.factor(0.01, 100), "2")
     steps = common.whole_number(_STEPS_MIN, 100_000)
     common.option(parser, "--steps", "N", f"number of steps, at least {_STEPS_MIN}", steps, "180")
     lab_options.add_timeout_option(parser, "15min")

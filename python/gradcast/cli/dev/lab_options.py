@@ -1,12 +1,11 @@
 """Options that the commands of ``gradcast dev lab`` share: hosts, links, and the stand-in that is trained."""
 
 import argparse
-import importlib
 
 from gradcast import _core
 from gradcast.cli import common
 from gradcast.errors import Error
-from gradcast.files import bundled_profiles, check_writable, load_profile, scaled_profile
+from gradcast.files import bundled_profiles, load_profile, stretched_profile
 from gradcast.lab.hosts import obstacle
 from gradcast.lab.settings import REAL_MODELS
 
@@ -35,7 +34,7 @@ def add_stand_in(parser: argparse.ArgumentParser) -> None:
         common.option(parser, f"--{name}", "TIME", words, common.DURATION)
         common.renamed(parser, **{f"{name}_ms": f"--{name} 100ms"})
     size = "stand-in: multiply the bytes of every tensor (default: 1)"
-    common.option(parser, "--scale-size", "FACTOR", size, common.POSITIVE)
+    common.option(parser, "--scale-size", "FACTOR", size, common.factor(1e-6, 1e6))
 
 
 def add_hosts_option(parser: argparse.ArgumentParser, help_: str, default: str | None = None) -> None:
@@ -54,7 +53,7 @@ def add_timeout_option(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_output_options(parser: argparse.ArgumentParser, what: str) -> None:
-    common.option(parser, "--plot", "PNG", f"draw the {what}")
+    common.option(parser, "--plot", "PNG", f"draw the {what}", common.not_empty)
     common.renamed(parser, o="--plot", output="--plot")
     common.add_json_option(parser)
 
@@ -74,9 +73,8 @@ def stand_in_profile(args: argparse.Namespace) -> _core.Profile:
         profile = load_profile(args.model)
     except Error as error:
         raise Error(f"{error}; `gradcast dev lab train` trains {' and '.join(REAL_MODELS)} for real") from None
-    forward_factor = args.forward * 1e9 / profile.forward_ns if args.forward else 1.0
-    backward_factor = args.backward * 1e9 / profile.backward_ns if args.backward else 1.0
-    return scaled_profile(profile, forward_factor, backward_factor=backward_factor)
+    wanted_ns = (None if seconds is None else 1e9 * seconds for seconds in (args.forward, args.backward))
+    return stretched_profile(profile, *wanted_ns)
 
 
 def check_machine(args: argparse.Namespace) -> None:
@@ -85,5 +83,4 @@ def check_machine(args: argparse.Namespace) -> None:
         raise Error(reason, "environment")
     common.require_torch("gradcast dev lab")
     if args.plot:
-        check_writable(args.plot, "picture")
-        importlib.import_module("gradcast.plots")  # its import raises an Error if matplotlib is missing
+        common.check_picture(args.plot)

@@ -4,14 +4,16 @@ import argparse
 import bisect
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from gradcast import _core
 from gradcast.cli import common
 from gradcast.cli.network_options import Network, add_network_options, network_from
 from gradcast.comparison.compare import has_other_ops, ratio
+from gradcast.disk import check_writable, write_file
 from gradcast.errors import Error
-from gradcast.files import check_writable, load_profile, plan_hash, write_text
+from gradcast.files import load_profile, plan_hash
 from gradcast.units import format_ms, format_percent, format_size, parse_parameter
 
 _ROWS_SHOWN = 40
@@ -39,7 +41,7 @@ def add_parser(commands: Any) -> None:
     uncertain = "assume that the link's costs are off by up to this share, and take the plan with the best worst case "
     common.option(parser, "--uncertainty", "SHARE", f"{uncertain}(forecast only)", common.FRACTION, "0%")
     add_network_options(parser)
-    common.option(parser, "-o, --output", "JSON", "write the plan to this file")
+    common.option(parser, "-o, --output", "JSON", "write the plan to this file", common.not_empty)
     common.add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     plan = _core.make_plan(profile, network.link, **options, parameters=parameters)
     text = with_origin(plan, args, profile, network)
     if args.output:
-        write_text(args.output, text, "plan")
+        write_file(args.output, text, "plan")
     if args.json:
         print(text, end="")
     else:
@@ -85,10 +87,11 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
     print(f"{network.description}: {common.describe_traffic(profile, network.link, network.worker_count)}")
     print()
     rows = []
+    tensors = profile.tensors
     for index, block in enumerate(plan.blocks[:_ROWS_SHOWN]):
         size = format_size(block.size_bytes)
         times = [f"{block.start_ns / 1e6:.1f}", f"{block.finish_ns / 1e6:.1f}"]
-        rows.append([index, block.op, size, *times, _tensors_of(block, profile), block.reason])
+        rows.append([index, block.op, size, *times, _tensors_of(block, tensors), block.reason])
     common.print_table(rows, ["#", "operation", "size", "start ms", "finish ms", "tensors", "why"], "rlrrrll")
     if len(plan.blocks) > _ROWS_SHOWN:
         print(f"… and {len(plan.blocks) - _ROWS_SHOWN} more blocks; -o writes them all to a file")
@@ -126,12 +129,12 @@ def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Netwo
     )
 
 
-def _tensors_of(block: _core.Block, profile: _core.Profile) -> str:
-    """Names the tensors that a block touches. Buffers are laid out in the profile's order."""
-    indices = [index for index, tensor in enumerate(profile.tensors) if tensor.buffer == block.buffer]
+def _tensors_of(block: _core.Block, tensors: Sequence[_core.Tensor]) -> str:
+    """Names the tensors that a block touches. Buffers are laid out in the order of the profile's ``tensors``."""
+    indices = [index for index, tensor in enumerate(tensors) if tensor.buffer == block.buffer]
     if not indices:
         raise Error(f"the plan has a block of buffer {block.buffer}, which the profile does not have", "invalid_plan")
-    ends = list(itertools.accumulate(profile.tensors[index].bytes for index in indices))
+    ends = list(itertools.accumulate(tensors[index].bytes for index in indices))
     parts = []
     for low, high in block.ranges:
         first, last = indices[bisect.bisect_right(ends, low)], indices[bisect.bisect_left(ends, high)]

@@ -1,7 +1,6 @@
 """``gradcast dev plot``: draws a plan."""
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from gradcast.cli import common
 from gradcast.cli.network_options import Network, add_network_options, has_network, network_from
 from gradcast.comparison.compare import has_other_ops
 from gradcast.errors import Error
-from gradcast.files import bundled_profiles, check_writable, load_plan, load_profile, plan_hash
+from gradcast.files import bundled_profiles, load_plan, load_profile, plan_hash, recorded_link
 
 
 def add_parser(commands: Any) -> None:
@@ -24,21 +23,21 @@ def add_parser(commands: Any) -> None:
         "gradcast dev plot plan.json -o plan.png",
     )
     parser.add_argument("plan", metavar="PLAN", help="a plan, from `gradcast dev plan -o`")
-    common.option(parser, "--profile", "PROFILE", "profile of the plan (default: the one recorded in the plan)")
+    profile = "profile of the plan (default: the one recorded in the plan)"
+    common.option(parser, "--profile", "PROFILE", profile, common.not_empty)
     scale = "multiply every time of the profile (default: recorded in the plan)"
     common.option(parser, "--scale", "FACTOR", scale, common.POSITIVE)
     add_network_options(parser)
-    common.option(parser, "-o, --output", "PNG", "file of the picture; .svg and .pdf work as well", required=True)
+    picture = "file of the picture; .svg and .pdf work as well"
+    common.option(parser, "-o, --output", "PNG", picture, common.not_empty, required=True)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    plan, fields = load_plan(args.plan)
-    origin = fields.get("made_with")
-    origin = origin if isinstance(origin, dict) else {}
+    plan, origin = load_plan(args.plan)
     profile, scale = _profile(args, origin)
     network = _network(args, origin, profile)
-    check_writable(args.output, "picture")
+    common.check_picture(args.output)
     _check_layout(args, plan, origin, profile)
     try:
         timeline = _core.play(profile, network.link, plan)
@@ -63,7 +62,7 @@ def _check_layout(args: argparse.Namespace, plan: _core.Plan, origin: dict[str, 
     except Error as error:
         reason = str(error)
     if args.profile is not None:
-        recorded = f" ({origin['profile']})" if isinstance(origin.get("profile"), str) else ""
+        recorded = f" ({origin['profile']})" if origin.get("profile") else ""
         reason = f"the plan was made for another profile{recorded}; give that one"
     raise Error(f"{args.plan} does not fit the profile {profile.name}: {reason}", "invalid_plan")
 
@@ -72,12 +71,10 @@ def _profile(args: argparse.Namespace, origin: dict[str, Any]) -> tuple[_core.Pr
     scale = 1.0 if args.scale is None else args.scale
     if args.profile is not None:
         return load_profile(args.profile, scale), scale
-    if not isinstance(origin.get("profile"), str):
+    if not origin.get("profile"):
         raise Error(f"{args.plan} does not record its profile; name it with --profile")
     if args.scale is None:
-        scale = origin.get("scale", 1.0)
-        if not isinstance(scale, int | float) or not 0 < scale < 1e9:
-            raise Error(f"{args.plan}: made_with.scale is not a number above 0; name the profile with --profile")
+        scale = origin.get("scale") or 1.0
     return _recorded_profile(args.plan, origin["profile"], scale), scale
 
 
@@ -90,13 +87,13 @@ def _recorded_profile(plan_path: str, recorded: str, scale: float) -> _core.Prof
         return load_profile(recorded, scale)
     except Error as error:
         raise Error(
-            f"{plan_path} records the profile {recorded}, but {error}; name another with --profile", error.code
+            f"{plan_path} records the profile {recorded}, but {error}; name another with --profile",
+            error.code,
         ) from None
 
 
 def _network(args: argparse.Namespace, origin: dict[str, Any], profile: _core.Profile) -> Network:
-    if has_network(args) or "link" not in origin:
+    if has_network(args) or origin.get("link") is None:
         return network_from(args, profile)
-    link = _core.LinkModel.from_json(json.dumps(origin["link"]))
-    description = origin.get("network")
-    return Network(link, description if isinstance(description, str) else "the network recorded in the plan")
+    description = origin.get("network") or "the network recorded in the plan"
+    return Network(recorded_link(origin, args.plan), description)

@@ -7,8 +7,10 @@ from typing import Any
 from gradcast import _core
 from gradcast.cli import common
 from gradcast.comparison.compare import total_bytes
+from gradcast.disk import check_writable, read_text, write_file
 from gradcast.errors import Error
-from gradcast.files import check_writable, load_profile, read_text, write_text
+from gradcast.files import load_profile, rescaled_profile
+from gradcast.terminal import on_one_line
 from gradcast.units import format_size
 
 _EXAMPLE = "gradcast dev profile import layers.csv --name mymodel -o mymodel.json"
@@ -32,11 +34,12 @@ def _add_import(commands: Any) -> None:
         _EXAMPLE,
     )
     parser.add_argument("csv", metavar="CSV", help="the table of layers")
-    common.option(parser, "--name", "NAME", "name of the profile (default: that of the file)")
+    common.option(parser, "--name", "NAME", "name of the profile (default: that of the file)", common.not_empty)
     common.option(parser, "--scale", "FACTOR", "multiply every time", common.POSITIVE, "1")
     workers = common.whole_number(1, common.WORKERS_MAX)
     common.option(parser, "--workers", "N", "number of workers to record", workers, "1")
-    common.option(parser, "-o, --output", "JSON", "write the profile to this file (default: print it)")
+    output = "write the profile to this file (default: print it)"
+    common.option(parser, "-o, --output", "JSON", output, common.not_empty)
     parser.set_defaults(run=run_import)
 
 
@@ -53,14 +56,15 @@ def run_import(args: argparse.Namespace) -> None:
         check_writable(args.output, "profile")
     try:
         profile = _core.Profile.from_layer_table(
-            csv=text, name=args.name or Path(args.csv).stem, scale=args.scale, world_size=args.workers
+            csv=text, name=args.name or Path(args.csv).stem, world_size=args.workers
         )
+        profile = rescaled_profile(profile, args.scale)
     except Error as error:
         raise Error(f"{args.csv}: {error}", error.code) from None
     if not args.output:
         print(profile.to_json(), end="")
         return
-    write_text(args.output, profile.to_json(), "profile")
+    write_file(args.output, profile.to_json(), "profile")
     print(common.describe_profile(profile))
     print(f"The profile is in {args.output}.")
 
@@ -71,7 +75,8 @@ def run_show(args: argparse.Namespace) -> None:
         print(profile.to_json(), end="")
         return
     print(common.describe_profile(profile, args.scale))
-    small = [tensor for tensor in profile.tensors if tensor.bytes < _SMALL_BYTES]
+    tensors = profile.tensors
+    small = [tensor for tensor in tensors if tensor.bytes < _SMALL_BYTES]
     print(
         f"{len(small)} of the tensors are smaller than {format_size(_SMALL_BYTES)} and hold "
         f"{100 * sum(tensor.bytes for tensor in small) / total_bytes(profile):.1f} % of the bytes"
@@ -79,13 +84,13 @@ def run_show(args: argparse.Namespace) -> None:
     none = "none; give commands --bandwidth or --network"
     print(f"link: {none if profile.link is None else common.describe_cost(profile.link.all_reduce)}")
     print()
-    largest = sorted(range(len(profile.tensors)), key=lambda index: -profile.tensors[index].bytes)[:_LARGEST]
-    rows = [_tensor_cells(index, profile.tensors[index]) for index in sorted(largest)]
+    largest = sorted(range(len(tensors)), key=lambda index: -tensors[index].bytes)[:_LARGEST]
+    rows = [_tensor_cells(index, tensors[index]) for index in sorted(largest)]
     common.print_table(rows, ["#", "tensor", "size", "ready ms", "first use ms"], "rlrrr")
-    if len(profile.tensors) > _LARGEST:
-        print(f"(the {_LARGEST} largest of {len(profile.tensors)}; times from the start of backward and of forward)")
+    if len(tensors) > _LARGEST:
+        print(f"(the {_LARGEST} largest of {len(tensors)}; times from the start of backward and of forward)")
 
 
 def _tensor_cells(index: int, tensor: _core.Tensor) -> list[Any]:
-    name = tensor.name if len(tensor.name) <= 60 else tensor.name[:59] + "…"
+    name = on_one_line(tensor.name if len(tensor.name) <= 60 else tensor.name[:59] + "…")
     return [index, name, format_size(tensor.bytes), f"{tensor.ready_ns / 1e6:.1f}", f"{tensor.need_ns / 1e6:.1f}"]

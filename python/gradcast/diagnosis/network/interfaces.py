@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gradcast.disk import system_file
 from gradcast.errors import Error
-from gradcast.files import system_file
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 # Stands for an unknown name in findings: an address would be taken for a name if put into the variable.

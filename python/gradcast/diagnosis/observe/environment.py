@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradcast.files import system_file
+from gradcast.disk import system_file
 from gradcast.host_traffic import Hosts
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"

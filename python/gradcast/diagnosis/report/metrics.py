@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from gradcast.alarms import CAUSES
+from gradcast.terminal import visible
 
 _PREFIX = "gradcast"
 _HELP = {
@@ -136,5 +137,5 @@ def _text(samples: Iterable[Sample]) -> str:
 
 def _labels(labels: Mapping[str, str]) -> str:
     escaped = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-    pairs = ",".join(f'{key}="{value.translate(escaped)}"' for key, value in labels.items())
+    pairs = ",".join(f'{key}="{visible(value).translate(escaped)}"' for key, value in labels.items())
     return f"{{{pairs}}}" if pairs else ""

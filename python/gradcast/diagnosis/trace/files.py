@@ -4,43 +4,85 @@ Perfetto and Holistic Trace Analysis (HTA) open .json.gz directly, which is abou
 """
 
 import gzip
+import io
 import json
 import math
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradcast import documents
+from gradcast.disk import make_folder, read_bytes, write_file
+from gradcast.documents import Wrong, list_of, number, one_of, record, text, that, whole
 from gradcast.errors import Error
-from gradcast.files import make_folder, write_atomically
 
 # HTA recognizes communication by the names of NCCL kernels, whatever the backend, and tells work from waiting by the
 # stream of an event.
 _HTA_BLOCK = "ncclKernel "
 _HTA_COMPUTE_STREAM, _HTA_LINK_STREAM = 7, 20
 _WORK = ("forward", "backward", "update")
+_UNPACKED_MAX = 1 << 30  # a small file may unpack to more than any memory
+_US = number(-1e15, 1e15)
+_NAMED = {"ph": one_of(tuple("XMCstf")), "pid": whole(0, 10**6), "name": text}
+_EVENT = record(_NAMED, {"tid": whole(0, 10**6), "ts": _US, "cat": text})
+_SPAN = record({"ts": _US, "dur": number(0, 1e15), "cat": text}, {"args": record({})})
+
+
+def _event(value: Any) -> dict[str, Any]:
+    event: dict[str, Any] = _EVENT(value)
+    return _SPAN(event) if event["ph"] == "X" else event
+
+
+_READ = record(
+    {
+        "schemaVersion": documents.version(1),
+        "distributedInfo": record({"world_size": whole(1, 10**6)}),
+        "traceEvents": list_of(_event),
+    }
+)
 
 
 def save(trace: dict[str, Any], path: str | Path) -> None:
-    write_atomically(path, _gzip(json.dumps(trace, separators=(",", ":"))), "trace")
+    write_file(path, _gzip(json.dumps(trace, separators=(",", ":"))), "trace")
 
 
 def load(path: str | Path) -> dict[str, Any]:
     """Reads a trace, plain or packed. Raises Error."""
+    data = read_bytes(path, "trace")
     try:
-        data = Path(path).read_bytes()
-        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except OSError as error:
-        raise Error(f"the trace {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except (ValueError, EOFError):
-        raise Error(f"{path} is not a trace; it must be JSON, or JSON packed by gzip") from None
+        text_ = (_unpacked(data, path) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise Error(f"{path} is not a trace: {error}; it must be JSON, or JSON packed by gzip") from None
+    trace = documents.parsed(text_, str(path))
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise Error(f"{path} is not a trace: it has no list traceEvents")
-    return trace
+    return documents.checked(trace, that(_READ, _check_ranks), str(path))
+
+
+def _unpacked(data: bytes, path: str | Path) -> bytes:
+    with gzip.open(io.BytesIO(data)) as packed:
+        found = packed.read(_UNPACKED_MAX + 1)
+    if len(found) > _UNPACKED_MAX:
+        raise Error(f"{path} holds more than {_UNPACKED_MAX >> 30} GiB; check that it is the right file")
+    return found
+
+
+def _check_ranks(trace: dict[str, Any]) -> None:
+    """The number of a rank becomes the name of a file."""
+    world_size = trace["distributedInfo"]["world_size"]
+    for index, event in enumerate(trace["traceEvents"]):
+        if event["pid"] >= world_size:
+            wrong = Wrong(f"is {event['pid']}; a rank below distributedInfo.world_size, {world_size}, is expected")
+            raise wrong.inside("pid").inside(index).inside("traceEvents")
 
 
 def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     """Returns what one rank did in the form that HTA expects: its rank number first, and known names and streams."""
-    own = [event for event in trace["traceEvents"] if event["pid"] == rank]
+    return _of_rank(trace, rank, [event for event in trace["traceEvents"] if event["pid"] == rank])
+
+
+def _of_rank(trace: dict[str, Any], rank: int, own: Sequence[dict[str, Any]]) -> dict[str, Any]:
     others = [event for event in own if event.get("cat") != "compute"]
     compute = _flattened(event for event in own if event.get("cat") == "compute")
     events = [_in_hta_form(event) for event in [*others, *compute]]
@@ -56,10 +98,13 @@ def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
 def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     """Writes one ``rankN.json.gz`` per rank, for ``hta.trace_analysis.TraceAnalysis(trace_dir=folder)``."""
     make_folder(folder)
-    ranks = sorted({event["pid"] for event in trace["traceEvents"]})
-    paths = [Path(folder) / f"rank{rank}.json.gz" for rank in ranks]
-    for rank, path in zip(ranks, paths, strict=True):
-        write_atomically(path, _gzip(json.dumps(of_rank(trace, rank))), "trace")
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        ranks.setdefault(event["pid"], []).append(event)
+    paths = []
+    for rank in sorted(ranks):
+        paths.append(Path(folder) / f"rank{rank}.json.gz")
+        write_file(paths[-1], _gzip(json.dumps(_of_rank(trace, rank, ranks[rank]))), "trace")
     return paths
 
 
@@ -97,7 +142,7 @@ def _in_hta_form(event: dict[str, Any]) -> dict[str, Any]:
         stream, name, category = _HTA_COMPUTE_STREAM, event["name"], "kernel"
     else:
         return event | {"cat": "user_annotation"}
-    return event | {"name": name, "cat": category, "args": event.get("args", {}) | {"stream": stream}}
+    return event | {"name": name, "cat": category, "args": (event.get("args") or {}) | {"stream": stream}}
 
 
 def _gzip(text: str) -> bytes:

@@ -124,12 +124,19 @@ def names_this_cpu() -> bool:
     return any("native" in flag for flag in (*_user_flags(), os.environ.get("CXX", "")))
 
 
+def _words(variable: str) -> list[str]:
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise BuildError(f"the environment variable {variable} is wrong: {error}; correct its quotes") from None
+
+
 def _user_flags() -> list[str]:
-    return shlex.split(os.environ.get("CXXFLAGS", ""))
+    return _words("CXXFLAGS")
 
 
 def _compiler() -> list[str]:
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    chosen = _words("CXX")
     if chosen:
         if shutil.which(chosen[0]) is None:
             raise NoCompilerError(

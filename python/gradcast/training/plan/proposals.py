@@ -270,18 +270,17 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
 
 def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world_size: int) -> AgreedPlan:
     """The plan of a file, with the layout that it was made for. Raises Error if it was made for another model."""
-    plan, fields = load_plan(path)
+    plan, made_with = load_plan(path)
     names = sizes.names
-    made_with = fields.get("made_with")
-    tensors = made_with.get("tensors") if isinstance(made_with, dict) else None
-    if not isinstance(tensors, list):
+    tensors = made_with.get("tensors")
+    if tensors is None:
         raise Error(
             f"{path} does not note the order of its tensors (made_with.tensors); make it with handle.save_plan() or, "
             "from the file of handle.save_profile(), with `gradcast dev plan`",
             "invalid_plan",
         )
-    if sorted(map(str, tensors)) != sorted(names):
-        differing = sorted(set(map(str, tensors)) ^ set(names))
+    if sorted(tensors) != sorted(names):
+        differing = sorted(set(tensors) ^ set(names)) or sorted(tensors)
         raise Error(
             f"{path} is a plan for another model: only one of the two has {differing[0]}; make a plan for this model",
             "invalid_plan",

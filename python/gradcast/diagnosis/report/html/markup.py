@@ -1,7 +1,10 @@
-"""HTML and SVG as text. Elements are made by functions, so that all text of a run is escaped, exactly once."""
+"""HTML and SVG as text. Elements are made by functions, so that all text of a run is escaped, exactly once. Characters
+that act, such as ESC, are shown as on a terminal: HTML must not hold some of them."""
 
 import html
 from typing import Any
+
+from gradcast.terminal import visible
 
 _VOID = {"meta", "rect", "line", "circle", "polyline", "polygon"}
 
@@ -28,10 +31,10 @@ def _text(child: Any) -> str:
         return child or ""
     if isinstance(child, list | tuple):
         return "".join(map(_text, child))
-    return html.escape(str(child), quote=False)
+    return html.escape(visible(str(child)), quote=False)
 
 
 def _attribute(value: Any) -> str:
     # Two decimals are a hundredth of a pixel.
     text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-    return html.escape("0" if text == "-0" else text)
+    return html.escape("0" if text == "-0" else visible(text))

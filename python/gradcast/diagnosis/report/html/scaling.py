@@ -5,9 +5,10 @@ from typing import Any
 from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import LEFT, WIDTH, Scale
 from gradcast.diagnosis.report.html.markup import Markup, element
+from gradcast.diagnosis.runs import BASES
 
 _HEIGHT = 330.0
-_BASIS = {"measured": "measured", "fitted": "from fitted costs", "extrapolated": "extrapolated"}
+_BASIS = dict(zip(BASES, ("measured", "from fitted costs", "extrapolated"), strict=True))
 
 _Points = list[dict[str, Any]]
 

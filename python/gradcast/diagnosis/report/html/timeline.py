@@ -5,12 +5,13 @@ from typing import Any
 from gradcast.diagnosis.report.html import axes, components, values
 from gradcast.diagnosis.report.html.axes import LEFT, Scale, ticks
 from gradcast.diagnosis.report.html.markup import Markup, element
+from gradcast.diagnosis.runs import SPAN_KINDS
 from gradcast.diagnosis.trace.merged import in_lanes
 from gradcast.units import format_size
 
 _COMPUTE, _LINK, _GAP = 18.0, 15.0, 14.0
 # In the order in which spans are drawn: updates and waits happen inside forward, and are drawn over it.
-_COLOURS = {"forward": "p-forward", "backward": "p-backward", "update": "p-update", "wait": "p-waiting"}
+_COLOURS = dict(zip(SPAN_KINDS, ("p-forward", "p-backward", "p-update", "p-waiting"), strict=True))
 _NAME_MAX = 64
 
 

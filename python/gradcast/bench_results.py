@@ -1,0 +1,81 @@
+"""The output of ``gradcast-bench --json``: what it must hold, and what it says in sentences. Pure."""
+
+import json
+from typing import Any
+
+from gradcast import _core
+from gradcast.documents import Wrong, checked, list_of, number, one_of, record, text, that, version, whole
+from gradcast.errors import Error
+
+KIND = "gradcast-bench"
+_TIME_NS = number(0, 2.0**53)
+_MEASURED_NS = number(1e-3, 2.0**53)
+_SWEEP = record(
+    {
+        "op": one_of(("all_reduce", "reduce_scatter", "all_gather")),
+        "size_bytes": whole(1, 2**53),
+        "errors": whole(0, 2**63),
+        **dict.fromkeys(("time_ns", "low_ns", "high_ns"), _MEASURED_NS),
+    }
+)
+_SCHEDULE = record(
+    {
+        "policy": text,
+        "prediction_error": number(-1e15, 1e15),
+        **dict.fromkeys(("step_ns", "low_ns", "high_ns"), _MEASURED_NS),
+        **dict.fromkeys(("compute_ns", "predicted_ns", "bound_ns"), _TIME_NS),
+    }
+)
+
+
+def _check_link(fields: dict[str, Any]) -> None:
+    try:
+        _core.LinkModel.from_json(json.dumps(fields))
+    except Error as error:
+        raise Wrong(f"is wrong: {error}") from None
+
+
+def _check_parts(results: dict[str, Any]) -> None:
+    if not results.get("sweep") and not results.get("schedule"):
+        raise Wrong("has neither a sweep nor a schedule: nothing to draw")
+    if results.get("schedule"):
+        record({"profile": text, "mode": text})(results)
+
+
+_READ = that(
+    record(
+        {"version": version(1), "transport": text, "world_size": whole(1, 10**6)},
+        {
+            "sweep": list_of(_SWEEP),
+            "schedule": list_of(_SCHEDULE),
+            "link": that(record({}), _check_link),
+            "profile": text,
+            "mode": text,
+        },
+    ),
+    _check_parts,
+)
+
+
+def check_results(fields: Any, path: str) -> dict[str, Any]:
+    """Raises Error unless these are the fields of the output."""
+    return checked(fields, _READ, path)
+
+
+def sentences(results: dict[str, Any]) -> list[str]:
+    found = []
+    wrong = sum(row["errors"] for row in results.get("sweep") or [])
+    if wrong:
+        found.append(f"{wrong} elements of the sums were wrong: do not train over this transport.")
+    rows = results.get("schedule") or []
+    if rows:
+        best = min(rows, key=lambda row: row["step_ns"])
+        ddp = next((row for row in rows if row["policy"] == "ddp"), None)
+        gain = "" if ddp is None or ddp is best else f", {ddp['step_ns'] / best['step_ns']:.2f}x faster than ddp"
+        found.append(
+            f"{best['policy']} is the fastest: {best['step_ns'] / 1e6:.1f} ms per step{gain}; the lower bound is "
+            f"{best['bound_ns'] / 1e6:.1f} ms."
+        )
+        worst = max(rows, key=lambda row: abs(row["prediction_error"]))
+        found.append(f"Predictions are off by {abs(worst['prediction_error']):.0%} at most ({worst['policy']}).")
+    return found
