@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from tree import files_in
 
 from conftest import ROOT
 from gradcast.cli import main
@@ -36,9 +37,9 @@ def python_text(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def source() -> str:
-    python = [python_text(path.read_text()) for path in sorted((ROOT / "python").rglob("*.py"))]
+    python = [python_text(path.read_text()) for path in files_in("python", ".py")]
     # Neighbouring literals of C++ are one string.
-    cpp = [re.sub(r'"\s*"', "", path.read_text()) for path in sorted((ROOT / "csrc").rglob("*.cc"))]
+    cpp = [re.sub(r'"\s*"', "", path.read_text()) for path in files_in("csrc", ".cc")]
     return SPACES.sub(" ", "\n".join(python + cpp))
 
 
@@ -70,7 +71,7 @@ def filled(page: str) -> str:
 
 @pytest.mark.parametrize("folder", ["reference", "internals"])
 def test_marks_are_filled(folder):
-    for path in sorted((DOCS / folder).glob("*.md")):
+    for path in files_in(f"docs/{folder}", ".md"):
         filled(f"{folder}/{path.name}")
 
 
@@ -121,17 +122,13 @@ def test_every_public_name_is_on_the_api_page():
 
 def test_pages_that_the_code_names_exist():
     folders = ("python", "csrc", "include", "tests", "benchmarks", "examples", "tools")
-    sources = [
-        path
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*"))
-        if path.suffix in (".py", ".pyi", ".cc", ".h", ".cu", ".toml", ".sh")
-    ]
+    suffixes = (".py", ".pyi", ".cc", ".h", ".cu", ".toml", ".sh")
+    sources = [path for folder in folders for path in files_in(folder, *suffixes)]
     named = {(page, str(path.relative_to(ROOT))) for path in sources for page in PAGE.findall(path.read_text())}
     assert [(page, path) for page, path in sorted(named) if not (ROOT / page).exists()] == []
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", files_in("docs", ".md"), ids=lambda page: page.stem)
 def test_what_examples_import_is_there(page):
     for module, names in re.findall(r"^from (gradcast\S*) import ([\w, ]*\w)", page.read_text(), re.MULTILINE):
         place = (ROOT / "python").joinpath(*module.split("."))
@@ -142,5 +139,5 @@ def test_what_examples_import_is_there(page):
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    pages = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))]
+    pages = [path.relative_to(DOCS).as_posix() for path in files_in("docs", ".md")]
     assert [page for page in pages if f" {page}\n" not in navigation] == []

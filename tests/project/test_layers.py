@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tree import files, files_in
 
 from conftest import ROOT
 
@@ -148,8 +149,8 @@ def _fault_of_include(path: str, folder: str, layer: Layer, quote: str, name: st
 
 def cxx_files() -> list[str]:
     folders = ("include", "csrc", "tests", "benchmarks")
-    paths = (path for folder in folders for path in (ROOT / folder).rglob("*"))
-    return sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in {".h", ".cc", ".cu", ".cuh"})
+    paths = (path for folder in folders for path in files_in(folder, ".h", ".cc", ".cu", ".cuh"))
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
 def test_no_layer_reaches_where_it_may_not():
@@ -226,9 +227,7 @@ SOURCE_NAME = re.compile(r"[\w./${}]+\.cc\b")
 
 def built_files() -> set[str]:
     built: set[Path] = set()
-    for listfile in ROOT.rglob("CMakeLists.txt"):
-        if listfile.relative_to(ROOT).parts[0].startswith((".venv", "build")):
-            continue
+    for listfile in (path for path in files() if path.name == "CMakeLists.txt"):
         folder, text = listfile.parent, re.sub(r"#.*", "", listfile.read_text())
         for patterns in GLOB.findall(text):
             for pattern in patterns.split():
@@ -237,8 +236,8 @@ def built_files() -> set[str]:
     # What the package compiles by itself, for the torch that it meets.
     built |= set(runpy.run_path(str(ROOT / "python/gradcast/training/compat/native_build.py"))["files"](ROOT))
     # What a test compiles with torch's headers, which CMake does not know.
-    tests = "".join(path.read_text() for path in (ROOT / "tests/training").rglob("test_*.py"))
-    built |= {path for path in (ROOT / "tests/training").glob("*.cc") if f'"{path.name}"' in tests}
+    tests = "".join(path.read_text() for path in files_in("tests/training", ".py") if path.name.startswith("test_"))
+    built |= {path for path in files_in("tests/training", ".cc") if f'"{path.name}"' in tests}
     return {str(path.relative_to(ROOT)) for path in built if path.exists() and path.suffix == ".cc"}
 
 
@@ -286,7 +285,7 @@ def imports() -> dict[str, set[str]]:
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): imported_modules(
             path.read_text()
         )
-        for path in sorted((root / "gradcast").rglob("*.py"))
+        for path in files_in("python/gradcast", ".py")
     }
 
 

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from tree import files
 
 import gradcast
 from conftest import ROOT
@@ -61,10 +62,10 @@ def test_planning_works_without_torch():
 def unpacked(tmp_path: Path) -> Path:
     """The tree as others get it: without the build folders, where setuptools would look for what it can use again."""
     tree = tmp_path / "tree"
-    ignored = shutil.ignore_patterns(
-        ".git", ".venv*", "build*", "dist", "*.so", "__pycache__", ".*_cache", ".hypothesis"
-    )
-    shutil.copytree(ROOT, tree, ignore=ignored)
+    for path in files():
+        copied = tree / path.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copied)
     return tree
 
 

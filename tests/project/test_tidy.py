@@ -1,36 +1,20 @@
 """Rules of the tree that no compiler and no linter holds."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from tree import files, files_in
 
 from conftest import ROOT
 
 BYTES_MAX = 1_000_000
-SKIPPED_FOLDERS = re.compile(r"(\.git|\.venv.*|bin|build|build-.*|dist|__pycache__|\.(pytest|ruff)_cache|\.hypothesis)")
 TEXT = {".py", ".pyi", ".cc", ".h", ".md", ".toml", ".txt", ".sh", ".json", ".csv", ".yml"}
 TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", ".clang-format", "run"}
 # Folders of one machine: nobody else has them. (Written so that the pattern does not match itself.)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|farm|root|home/\w+|Users/\w+|tmp/\w*job\w*)/")
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def files() -> list[Path]:
-    """What is in the repository or about to be; in an unpacked archive, everything but build outputs."""
-    try:
-        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-        paths = [ROOT / name for name in listed if name]
-    except (OSError, subprocess.CalledProcessError):
-        paths = [path for path in ROOT.rglob("*") if not is_output(path)]
-    return [path for path in paths if path.is_file()]
-
-
-def is_output(path: Path) -> bool:
-    return path.suffix == ".so" or any(SKIPPED_FOLDERS.fullmatch(part) for part in path.relative_to(ROOT).parts)
 
 
 def texts() -> list[tuple[Path, str]]:
@@ -61,7 +45,7 @@ def test_text_files_end_with_one_newline():
     "folder", ["include/gradcast", "csrc", "tests/sim/simulator", "tests/bindings", "tests/support"]
 )
 def test_headers_say_what_they_are_and_who_may_call_them(folder):
-    headers = [path for path in sorted((ROOT / folder).rglob("*.h")) if path.name != "version.h"]
+    headers = [path for path in files_in(folder, ".h") if path.name != "version.h"]
     assert headers
     for path in headers:
         head = path.read_text().split("#pragma once")[0]
@@ -72,12 +56,25 @@ def test_headers_say_what_they_are_and_who_may_call_them(folder):
 
 
 def test_python_modules_say_what_they_are():
-    for path in sorted((ROOT / "python").rglob("*.py")):
+    for path in files_in("python", ".py"):
         assert path.read_text().startswith('"""'), path
 
 
+# What a user gets is written by disk.write_file, which loses nothing. These write other things: a cache, a lock, dumps
+# of a failure, what only processes of the laboratory read, and snapshots, which have a protocol of their own.
+WRITES_BY_ITSELF = re.compile(r"gradcast/(disk|snapshots/.*|frameworks/.*|lab/.*|training/(compat|ranks)/.*)\.py")
+WRITING = re.compile(r"""\.write_(text|bytes)\(|savefig\((?!content\b)|open\([^\n]*["'][rb]*[wax+]""")
+
+
+def test_what_users_get_is_written_in_one_place():
+    sources = files_in("python/gradcast", ".py")
+    found = [f"{path}: {match[0]}" for path in sources for match in WRITING.finditer(path.read_text())]
+    assert any("disk.py" in each for each in found)
+    assert not [each for each in found if not WRITES_BY_ITSELF.search(each.split(": ")[0])]
+
+
 def test_plots_have_the_colours_of_the_palette():
-    for path in (ROOT / "python/gradcast/plots").glob("*.py"):
+    for path in files_in("python/gradcast/plots", ".py"):
         assert not re.findall(r'"#[0-9a-fA-F]{6}"', path.read_text()), f"{path}: colours belong in palette.py"
 
 
