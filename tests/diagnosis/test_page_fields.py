@@ -117,11 +117,11 @@ def test_what_was_found_is_told_also_where_it_cannot_be_written(tmp_path, capsys
     assert "what would help" in capsys.readouterr().out
 
 
-def test_a_terminal_that_knows_few_characters_gets_the_text_without_the_others(tmp_path, monkeypatch):
+def test_a_terminal_that_knows_few_characters_gets_escapes(tmp_path, monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     run = doctor_runs.doctor()
-    run["actions"][0]["how"] = "num_workers=\u2026"
+    run["actions"][0]["how"] = "num_workers=\u2026 \x1b[31m"
     Outcome(str(tmp_path), rank=0).save(run, None)
-    assert b"num_workers=?" in raw.getvalue()
-    assert "num_workers=\u2026" in json.loads((tmp_path / "doctor.json").read_text())["actions"][0]["how"]
+    assert rb"num_workers=\u2026 \u001b[31m" in raw.getvalue()
+    assert "num_workers=\u2026 \x1b" in json.loads((tmp_path / "doctor.json").read_text())["actions"][0]["how"]

@@ -9,6 +9,7 @@ from gradcast.diagnosis.report import text as text_report
 from gradcast.diagnosis.runs import RESULT, TRACE
 from gradcast.diagnosis.trace import files as trace_files
 from gradcast.disk import check_writable, make_folder, write_file
+from gradcast.terminal import visible
 
 
 class Outcome:
@@ -55,6 +56,4 @@ class Outcome:
 
 
 def _print(text: str) -> None:
-    """Prints the text, with substitutes for characters that the terminal's encoding does not have."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+    print(visible(text, sys.stdout.encoding or "utf-8"), flush=True)
