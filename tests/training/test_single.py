@@ -4,10 +4,12 @@ import copy
 
 import pytest
 
+import gradcast
 from training import compare, optimizers
 from training.attached import attach
 from training.models import TASKS
 from training.needs import torch
+from training.plan.test_pinned import save_plan
 from training.pool import on_ranks
 from training.test_copies import hooks_of
 
@@ -40,3 +42,56 @@ def test_one_worker_trains_as_without_gradcast(rank, mode, with_group, optimizer
     handle.detach()
     assert vars(recipes[1].optimizer).get("step") == step_before
     return found + compare.optimizers(recipes[1].optimizer, recipes[0].optimizer)
+
+
+def refusal(rank, options):
+    """What attach, or a step, says; None if training goes on."""
+    task = TASKS["mixed64"]
+    module = task.module(seed=0)
+    optimizer = optimizers.make("adam plain", module).optimizer
+    try:
+        handle = attach(module, optimizer, "overlap", **options)
+        for number in range(8):
+            optimizer.zero_grad()
+            task.loss(module, task.batch(rank.index, number)).backward()
+            optimizer.step()
+        handle.detach()
+        return None
+    except gradcast.Error as error:
+        return error.code, str(error)
+    finally:
+        torch.distributed.barrier()
+
+
+REFUSED = {
+    "no file": ({"plan": "/no/such"}, "the plan /no/such does not exist"),
+    "no plan": ({"plan": "text.json"}, "is not valid JSON"),
+    "another model": ({"plan": "plain/plan.json"}, "is a plan for another model: only one of the two has"),
+    "another mode": ({"plan": "hook/plan.json"}, "is a plan for hook mode; this training is in overlap mode"),
+    "other tensors": ({"plan": "overlap/plan.json", "max_grad_norm": 1.0}, "only one of the two has gradcast."),
+    "a parameter": ({"policy": "p3", "policy_parameters": {"slice_elements": -3}}, "slice_elements of policy p3 is -3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_worker_refuses_what_two_would(ranks, tmp_path, name):
+    options, words = REFUSED[name]
+    plan = options.get("plan", "")
+    if plan == "text.json":
+        (tmp_path / plan).write_text("{")
+    elif not plan.startswith("/") and plan:
+        kind = plan.partition("/")[0]
+        (tmp_path / kind).mkdir()
+        task = "plain" if kind == "plain" else "mixed64"
+        ranks.run(2, save_plan, str(tmp_path / kind), task, "hook" if kind == "hook" else "overlap")
+    options = options | ({"plan": str(tmp_path / plan)} if plan else {})
+    alone, (first, second) = ranks.run(1, refusal, options)[0], ranks.run(2, refusal, options)
+    assert first == second == alone
+    assert words in alone[1]
+
+
+def test_one_worker_takes_what_two_follow(ranks, tmp_path):
+    """Of a model with module buffers, which are sent with the gradients."""
+    ranks.run(2, save_plan, str(tmp_path), "mixed64", "overlap")
+    options = {"plan": str(tmp_path / "plan.json")}
+    assert ranks.run(2, refusal, options) + ranks.run(1, refusal, options) == [None] * 3

@@ -76,6 +76,10 @@ class Accepted:
         """The user's own modules, inside of wrappers."""
         return (self.module,) if self.ddp is not None else self.called
 
+    def modules_with_buffers(self, broadcast: bool) -> tuple[nn.Module, ...]:
+        """Those whose buffers gradcast sends. ``broadcast``: the option of this name."""
+        return self.called if self.ddp is None and broadcast else ()
+
     @property
     def device(self) -> torch.device:
         return next(iter(self.parameters.values())).device

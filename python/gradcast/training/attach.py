@@ -136,6 +136,8 @@ def _attached(
     """Begins the training. ``doubt``: about the hosts, for the log. Collective."""
     preflight.check_same_model(group, accepted.module)
     is_on_device = accepted.device.type != "cpu"
+    if group.world_size == 1 and mode in ("overlap", "hook"):
+        preflight.check_as_several(accepted, mode, options)
     if group.rank == 0 and mode != "ddp":
         backend = None if group.world_size == 1 else backend_of(group.shared, accepted.device.type)
         _tell_of_backend(backend, options, accepted.whole if mode == "overlap" else nn.Module())

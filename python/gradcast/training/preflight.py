@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcast.errors import refused
-from gradcast.training.acceptance import the_ddp
+from gradcast.errors import Error, refused
+from gradcast.training.acceptance import Accepted, the_ddp
 from gradcast.training.options import Options
+from gradcast.training.plan.proposals import rehearse
 from gradcast.training.ranks.group import Group, backend_of, shared_group
 from gradcast.training.ranks.hosts import Place, own_place
+from gradcast.training.step.gradient_buffers import GradientSizes
+from gradcast.training.step.sent_tensors import sent_tensors
 
 
 def check_local_steps(options: Options, optimizers: Sequence[Any], module: Any, *, disabled: bool) -> None:
@@ -57,6 +60,21 @@ def check_clipping(options: Options, given: Sequence[Any]) -> None:
             f"options.{name} does not reach the steps of an optimizer whose framework drives it with a "
             "GradScaler; let the framework clip, or use bf16, which needs no scaler"
         )
+
+
+def check_as_several(accepted: Accepted, mode: str, options: Options) -> None:
+    """Raises on a single worker, which follows no plan, what its options would raise on several."""
+    modules = accepted.modules_with_buffers(options.broadcast_buffers)
+    sent = sent_tensors(accepted.parameters, modules, options, accepted.device)
+    refusals = []
+    # The wire format that is taken depends on the hosts.
+    for wire in dict.fromkeys((options.wire, "fp32")):
+        try:
+            rehearse(GradientSizes(list(sent), list(sent.values()), wire), mode, options)
+            return
+        except Error as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 # This module alone reads the variable for training.

@@ -30,6 +30,7 @@ from gradcast.training.step.clipping import NORMS_NAME, NormClipping
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientSizes
 
 _BASELINE_TOLERANCE = 0.002
+_ANY_LINK = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1, beta_ns_per_byte=1)])
 # If measuring again has gained nothing, the next changes are ignored for so many iterations, doubled each time.
 _HOLD_ITERATIONS = 64
 _HOLD_ITERATIONS_MAX = 4096
@@ -266,6 +267,17 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     near = [each for each in candidates if each[0].predicted_ns <= near_ns]
     _, caps_bytes = min(near, key=lambda each: (len(each[0].blocks), each[0].predicted_ns))
     return ddp_baseline.plan(profile, caps_bytes)
+
+
+def rehearse(sizes: GradientSizes, mode: str, options: Options) -> None:
+    """Raises the Error that proposing a plan to several workers would raise because of the options."""
+    modes = (mode,) if options.max_grad_norm is None else (mode, "hook")
+    if options.plan_path is not None:
+        pinned_proposal(options.plan_path, sizes, modes, world_size=1)
+        return
+    profile = measured_profile.layout_profile(sizes, range(len(sizes.names)), world_size=2, name="rehearsal")
+    for each in modes:
+        choose_plan(measured_profile.replace_link(profile, _ANY_LINK), each, options)
 
 
 def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world_size: int) -> AgreedPlan:

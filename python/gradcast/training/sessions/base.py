@@ -32,10 +32,11 @@ from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRan
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.layout_change import change_layout, with_new_views
-from gradcast.training.step.module_buffers import BUFFERS_NAME, ModuleBuffers, buffers_tensor
+from gradcast.training.step.module_buffers import BUFFERS_NAME, ModuleBuffers
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState, ParameterStates
 from gradcast.training.step.rank_consistency import RankConsistency
+from gradcast.training.step.sent_tensors import sent_tensors
 from gradcast.training.step.unseen_waits import UnseenWaits
 from gradcast.training.step.weights import GivenWeights, StepWeights
 
@@ -56,24 +57,17 @@ class SessionBase(TrainingSession):
         self._states = ParameterStates(
             ParameterState(index, name, parameter) for index, (name, parameter) in enumerate(parameters.items())
         )
-        names, values = list(parameters), list(parameters.values())
-        if options.max_grad_norm is not None:  # the norms travel as one more gradient
-            names.append(clipping.NORMS_NAME)
-            values.append(clipping.norms_tensor(values))
-        modules = accepted.called if accepted.ddp is None and options.broadcast_buffers else ()
-        sent_along = buffers_tensor(modules, group.device)
-        if sent_along is not None:
-            names.append(BUFFERS_NAME)
-            values.append(sent_along)
+        modules = accepted.modules_with_buffers(options.broadcast_buffers)
+        sent = sent_tensors(parameters, modules, options, group.device)
         registers = options.register_buffers and backend_of(group.shared, group.device.type) == "nccl"
         allocating = registered_memory(group) if registers else contextlib.nullcontext
-        self.buffers = GradientBuffers(names, values, group.world_size, options.wire, allocating)
+        self.buffers = GradientBuffers(list(sent), list(sent.values()), group.world_size, options.wire, allocating)
         self.exchange = GradientExchange(self.buffers, group, options)
         self.exchange.around_lay_out = functools.partial(with_new_views, self._states, self.buffers)
         self.trace = StepTrace(options.timeline_steps)
         self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
         self._consistency = RankConsistency(self.exchange, group, options.compare_every)
-        index = None if sent_along is None else len(values) - 1
+        index = list(sent).index(BUFFERS_NAME) if BUFFERS_NAME in sent else None
         self._module_buffers = ModuleBuffers(modules, index, self.exchange, group) if modules else None
         self._weights = StepWeights(given, self.exchange, group)
         self._clipping = None
@@ -81,7 +75,7 @@ class SessionBase(TrainingSession):
             self._clipping = clipping.NormClipping(
                 self._states, self.buffers, options, group.world_size, self._weights.factor
             )
-        travelling = None if sent_along is None else self._module_buffers
+        travelling = None if index is None else self._module_buffers
         self._gradients = GradientHooks(
             self._states, self.exchange, self._weights, self._clipping, travelling, self._consistency
         )

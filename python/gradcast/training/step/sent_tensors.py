@@ -1,0 +1,23 @@
+"""The tensors that the ranks send in a step: gradients, and what is sent with them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gradcast.training.options import Options
+from gradcast.training.step import clipping
+from gradcast.training.step.module_buffers import BUFFERS_NAME, buffers_tensor
+
+
+def sent_tensors(
+    parameters: dict[str, nn.Parameter], modules: Sequence[nn.Module], options: Options, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """By name, each with the size and type of what is sent. ``modules``: those whose buffers are sent."""
+    sent: dict[str, torch.Tensor] = dict(parameters)
+    if options.max_grad_norm is not None:
+        sent[clipping.NORMS_NAME] = clipping.norms_tensor(list(parameters.values()))
+    buffers = buffers_tensor(modules, device)
+    if buffers is not None:
+        sent[BUFFERS_NAME] = buffers
+    return sent
