@@ -1,6 +1,7 @@
 """Exact comparison of modules and optimizers: lists of differences, empty for equal."""
 
 import hashlib
+from collections.abc import Mapping
 
 from training.needs import torch
 
@@ -50,6 +51,20 @@ def modules(ours: nn.Module, theirs: nn.Module) -> list[str]:
 def optimizers(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> list[str]:
     """State and groups, by the order of the parameters."""
     return trees(ours.state_dict(), theirs.state_dict(), "optimizer")
+
+
+def apart(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], tolerance: float) -> list[str]:
+    """Which tensors differ by more than ``tolerance`` of the largest value of all of floating point.
+
+    Not of its own: what is nearly 0 has the rounding of the sums that it came from, which differs between processors.
+    """
+    if set(ours) != set(theirs):
+        return [f"keys {sorted(ours)} against {sorted(theirs)}"]
+    pairs = {name: (ours[name].detach().double(), theirs[name].detach().double()) for name in ours}
+    size = max(float(b.abs().max()) for name, (_, b) in pairs.items() if theirs[name].is_floating_point())
+    gaps = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
+    # What is NaN is apart, too.
+    return [f"{name} differs by {gap:.3g}" for name, gap in gaps.items() if not gap <= tolerance * size]
 
 
 def largest(ours: nn.Module, theirs: nn.Module) -> float:

@@ -3,6 +3,7 @@
 import copy
 
 from gradcast.local_steps import make_schedule
+from training import compare
 from training.int8_mean import Int8Mean, added
 from training.needs import torch
 
@@ -168,14 +169,6 @@ class Narrow(Reference):
 
 
 def differences(module, reference, rank, tolerance):
-    """Names of tensors of the module that differ from the reference's by more than ``tolerance`` of their largest."""
-    found = []
-    theirs = reference.modules[rank].state_dict()
-    for name, ours in module.state_dict().items():
-        if tolerance == 0:
-            same = torch.equal(ours, theirs[name])
-        else:
-            gap = (ours.double() - theirs[name].double()).abs().max()
-            same = bool(gap <= tolerance * theirs[name].double().abs().max())
-        found += [] if same else [f"{name} differs by {(ours.double() - theirs[name].double()).abs().max():.3g}"]
-    return found
+    """Which tensors of the module differ from the reference's: in any bit, or as ``compare.apart`` finds them."""
+    ours, theirs = module.state_dict(), reference.modules[rank].state_dict()
+    return compare.trees(ours, theirs) if tolerance == 0 else compare.apart(ours, theirs, tolerance)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 
+from training import compare
 from training.attached import attach, heard, hosts_of, not_refused
 from training.int8_mean import added
 from training.needs import torch
@@ -176,10 +177,7 @@ def test_averaging_every_step_of_sgd_is_ddp(rank):
     for step in range(20):
         local.run(1)
         train(ddp, optimizer, rank.index, step)
-    found = []
-    for (name, one), other in zip(local.module.named_parameters(), theirs.parameters(), strict=True):
-        gap = float((one - other).abs().max())
-        found += [] if gap <= 1e-6 * float(other.abs().max()) else [f"{name} differs by {gap}"]
+    found = compare.apart(dict(local.module.named_parameters()), dict(theirs.named_parameters()), 1e-6)
     local.handle.detach()
     return found
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from gradcast import _core
+from training import compare
 from training.attached import attach, heard, not_refused
 from training.needs import torch
 from training.pool import on_ranks
@@ -85,9 +86,7 @@ class Training:
         optimizer.step()
 
     def differences(self):
-        pairs = zip(self.module.named_parameters(), self.whole.parameters(), strict=True)
-        errors = {name: float((ours - theirs).detach().abs().max()) for (name, ours), theirs in pairs}
-        return [f"{name} differs by {error}" for name, error in errors.items() if error > 1e-12]
+        return compare.apart(dict(self.module.named_parameters()), dict(self.whole.named_parameters()), 1e-12)
 
 
 @pytest.mark.parametrize("adapt", [False, True])

@@ -197,7 +197,8 @@ def test_torch_errs_no_more_than_the_growth(shape, element, dtype):
     # Of one rank's exact norm the bound is that of torch's.
     assert torch.linalg.vector_norm(values).item() <= certificate.bounds(torch.tensor([exact])).item()
     assert exact <= certificate.bounds(torch.linalg.vector_norm(values).double().unsqueeze(0)).item()
-    if dtype == torch.float32:
+    # Elsewhere torch adds up element by element, and the bound of so many is of little use.
+    if dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         assert certificate.bounds(torch.tensor([exact])).item() < 1.2 * exact
 
 
