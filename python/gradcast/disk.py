@@ -32,8 +32,8 @@ def read_text(path: str, what: str) -> str:
 
 
 def read_bytes(path: str | Path, what: str) -> bytes:
-    """What a file, or a pipe, holds. Raises Error, also for a device, which may never end, and for a pipe into which
-    nobody writes."""
+    """The content of a file or of a pipe. Raises Error, also for a device, which may never end, and for a pipe into
+    which nobody writes."""
     try:
         # A pipe without a writer would wait for one without end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -110,7 +110,7 @@ def write_file(path: str | Path, data: bytes | str, what: str) -> None:
 
 
 def _is_special(path: str | Path) -> bool:
-    """Whether the path is a device, a pipe or a socket, such as /dev/stdout."""
+    """True for a device, a pipe or a socket, such as /dev/stdout."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

@@ -132,7 +132,7 @@ def no_constant(name):
 
 
 def ends_well(run, kind, text, seed):
-    """Whether the file was read. An assertion fails if it was neither read nor refused in words."""
+    """Returns True if the file was read, False if it was refused. Anything else fails."""
     dice = random.Random(seed)
     Path(kind.name).write_bytes(kind.damage(text, dice))
     command = [kind.name if part == "@" else part for part in dice.choice(kind.commands)]
