@@ -22,7 +22,7 @@ _QUOTED_MAX = 40
 
 
 def quoted(text: str) -> str:
-    """What the user wrote, for messages."""
+    """The user's own words, for messages."""
     return f"'{text}'" if len(text) <= _QUOTED_MAX else f"'{text[:_QUOTED_MAX]}…'"
 
 

@@ -45,7 +45,7 @@ def test_one_worker_trains_as_without_gradcast(rank, mode, with_group, optimizer
 
 
 def refusal(rank, options):
-    """What attach, or a step, says; None if training goes on."""
+    """The error of attach or of a step; None if training goes on."""
     task = TASKS["mixed64"]
     module = task.module(seed=0)
     optimizer = optimizers.make("adam plain", module).optimizer

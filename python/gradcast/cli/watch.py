@@ -80,7 +80,7 @@ def _described(snapshots: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """What is read of a line. ``observed``: None if nothing is known of the step yet, as in the warm-up."""
+    """The parts of a line that are read. ``observed``: None if nothing is known of the step yet, as in the warm-up."""
 
     observed: Observation | None
     snapshots: dict[str, Any] | None
