@@ -26,7 +26,7 @@ using Json = nlohmann::ordered_json;
 
 // No file of ours nests deeper than 6; unknown fields may, but not so deep that writing them back could exhaust the
 // stack.
-constexpr int kDepthMax = 64;
+constexpr size_t kDepthMax = 64;
 
 std::string line_and_column(std::string_view text, size_t byte) {
   const std::string_view before = text.substr(0, std::min(byte, text.size()));
@@ -36,23 +36,60 @@ std::string line_and_column(std::string_view text, size_t byte) {
   return "line " + std::to_string(line) + ", column " + std::to_string(std::max<size_t>(column, 1));
 }
 
-// Parses a whole document. `what` ("profile") and `code` are for the message, which has line and column.
-Json parse_json(std::string_view text, const char* what, ErrorCode code) {
-  std::vector<std::set<std::string>> keys(kDepthMax + 2);  // by depth, of the open objects
-  const auto check = [&](int depth, Json::parse_event_t event, Json& value) {
-    if (depth > kDepthMax) {
-      throw Error(code, std::string("the ") + what + " nests deeper than " + std::to_string(kDepthMax) + " levels");
-    }
-    const auto at = static_cast<size_t>(depth);
-    if (event == Json::parse_event_t::object_start) keys[at + 1].clear();
-    if (event == Json::parse_event_t::key && !keys[at].insert(value.get<std::string>()).second) {
-      throw Error(code, std::string("the ") + what + " has an object with the field " + shown(value) +
-                            " twice; which one counts is not known");
+// Refuses what a parser takes: very deep documents, and objects with a field twice. A pass of its own, because a parser
+// with a callback looks at all elements of an array after each of them.
+class Structure final : public nlohmann::json_sax<Json> {
+ public:
+  Structure(std::string what, ErrorCode code) : what_(std::move(what)), code_(code) {}
+
+  bool null() override { return true; }
+  bool boolean(bool /*value*/) override { return true; }
+  bool number_integer(number_integer_t /*value*/) override { return true; }
+  bool number_unsigned(number_unsigned_t /*value*/) override { return true; }
+  bool number_float(number_float_t /*value*/, const string_t& /*text*/) override { return true; }
+  bool string(string_t& /*value*/) override { return true; }
+  bool binary(binary_t& /*value*/) override { return true; }
+  bool start_array(size_t /*size*/) override { return open(); }
+  bool end_array() override { return close(); }
+  bool start_object(size_t /*size*/) override { return open(); }
+  bool end_object() override { return close(); }
+  bool key(string_t& name) override {
+    if (!keys_.back().insert(name).second) {
+      throw Error(code_, "the " + what_ + " has an object with the field " + shown(name) +
+                             " twice; which one counts is not known");
     }
     return true;
-  };
+  }
+  // The parser says it again, with the place.
+  bool parse_error(size_t /*byte*/, const std::string& /*token*/,
+                   const nlohmann::detail::exception& /*error*/) override {
+    return false;
+  }
+
+ private:
+  bool open() {
+    if (keys_.size() > kDepthMax) {
+      throw Error(code_, "the " + what_ + " nests deeper than " + std::to_string(kDepthMax) + " levels");
+    }
+    keys_.emplace_back();
+    return true;
+  }
+  bool close() {
+    keys_.pop_back();
+    return true;
+  }
+
+  const std::string what_;
+  const ErrorCode code_;
+  std::vector<std::set<std::string>> keys_;  // of the open objects; those of arrays are empty
+};
+
+// Parses a whole document. `what` ("profile") and `code` are for the message, which has line and column.
+Json parse_json(std::string_view text, const char* what, ErrorCode code) {
+  Structure structure(what, code);
+  Json::sax_parse(text, &structure);
   try {
-    return Json::parse(text, check);
+    return Json::parse(text);
   } catch (const Json::parse_error& error) {
     const std::string where = error.byte > text.size() ? "it ends too early (is the file truncated?)"
                                                        : "the error is at " + line_and_column(text, error.byte);

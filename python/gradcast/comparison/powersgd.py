@@ -9,6 +9,7 @@ Source: torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py; Vogels et 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
@@ -55,6 +56,12 @@ def step_ns(profile: _core.Profile, link: _core.LinkModel, rank: int) -> float:
     return compute_ns(profile) + sum(link.all_reduce.cost_ns(size) for size in sent_bytes(profile, rank))
 
 
+def _shape(tensor: Mapping[str, Any], element_bytes: int) -> list[int]:
+    """The shape of a gradient; without one it counts as flat."""
+    shape = tensor.get("shape")
+    return [tensor["bytes"] // element_bytes] if shape is None else [int(size) for size in shape]
+
+
 def _sent(profile: _core.Profile, rank: int) -> Iterator[tuple[int, list[int]]]:
     if not has_shapes(profile):
         raise Error(
@@ -67,8 +74,6 @@ def _sent(profile: _core.Profile, rank: int) -> Iterator[tuple[int, list[int]]]:
     for tensors in by_buffer.values():
         # Gradients that were measured with 8-bit numbers are counted in groups of fp32.
         element_bytes = tensors[0]["element_bytes"] if tensors[0]["element_bytes"] <= 8 else 4
-        known = [tensor.get("shape") for tensor in tensors]
-        flat = [[tensor["bytes"] // element_bytes] for tensor in tensors]
-        shapes = [own if shape is None else shape for shape, own in zip(known, flat, strict=True)]
+        shapes = [_shape(tensor, element_bytes) for tensor in tensors]
         sums = [sum(each) for each in zip(*(sent_elements(shape, rank) for shape in shapes), strict=True)]
         yield element_bytes, [max(1, elements) for elements in sums]
