@@ -246,7 +246,7 @@ def resumes_cut(rank, folder, cut):
 
 def test_what_only_one_rank_has_wrong_is_refused_on_both(ranks, tmp_path):
     for rank, (unreadable, foreign) in enumerate(ranks.run(2, resumes_wrongly, str(tmp_path))):
-        assert "rank 1: OSError: gone" in unreadable, rank
+        assert "on rank 1 of 2: OSError: gone" in unreadable, rank
         assert "parameters of the module only" in foreign, rank
 
 

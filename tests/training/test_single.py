@@ -86,8 +86,10 @@ def test_one_worker_refuses_what_two_would(ranks, tmp_path, name):
         ranks.run(2, save_plan, str(tmp_path / kind), task, "hook" if kind == "hook" else "overlap")
     options = options | ({"plan": str(tmp_path / plan)} if plan else {})
     alone, (first, second) = ranks.run(1, refusal, options)[0], ranks.run(2, refusal, options)
-    assert first == second == alone
-    assert words in alone[1]
+    code, sentence = alone
+    assert first == alone
+    assert second == (code, f"the agreement on the plan failed on rank 0 of 2: {sentence}")
+    assert words in sentence
 
 
 def test_one_worker_takes_what_two_follow(ranks, tmp_path):

@@ -19,18 +19,14 @@ _PIECE_BYTES = 4 << 20
 
 
 def on_every_rank(group: Group, compute: Callable[[], T]) -> T:
-    """Returns what ``compute`` returns here. If it raises on one rank, every rank raises Error, so that none waits for
-    it. Collective."""
-    value, failure, cause = None, None, None
+    """Returns what ``compute`` returns here. If it raises on one rank, every rank raises Error. Collective."""
     try:
-        value = compute()
-    except Exception as error:
-        cause = error
-        failure = error if isinstance(error, Error) else refused(f"rank {group.rank}: {type(error).__name__}: {error}")
-    first = next((each for each in group.gather(failure) if each is not None), None)
-    if first is not None:
-        raise first from cause
-    return value
+        with group.together("the agreement on snapshots"):
+            return compute()
+    except Error:
+        raise
+    except Exception as error:  # of a single worker
+        raise refused(f"{type(error).__name__}: {error}") from error
 
 
 def newest_whole(folder: Path, group: Group) -> tuple[Reading | None, list[int]]:

@@ -425,13 +425,17 @@ class OptimizerSteps:
         updates = native.fields(part, "update_grad")
         partial, comparison = self._partial[number], self._comparisons[number]
         action = functools.partial(partial.run, used, last=last, elsewhere=elsewhere)
+        watching: contextlib.AbstractContextManager = contextlib.nullcontext()
         if partial.is_compared and last and used:
             action = functools.partial(comparison.run, partial, used, action)
+        elif not elsewhere:
+            watching = comparison.watching()
         if not elsewhere:  # then the thread that trains may begin some meanwhile
             action = functools.partial(self._without_collectives, partial.name, action)
         before, failure = native.swap_gradients(parameters, updates), None
         try:
-            guard.update(action, hidden=hidden)
+            with watching:
+                guard.update(action, hidden=hidden)
         except BaseException as error:
             failure = error
             raise

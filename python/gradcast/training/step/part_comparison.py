@@ -1,13 +1,15 @@
 """From time to time, one parameter's update by itself is compared with that of the whole step.
 
 The trial at attach cannot show what an optimizer does later (noise after a burn-in) or with rare gradients (a clip by
-the norm of all). So some steps are not divided: an early one, some from then on, and those whose gradients are much
-larger or smaller than before. In such a step the optimizer first updates a copy of one parameter alone.
+the norm of all). So some steps are not divided: an early one, some from then on, those whose gradients are much larger
+or smaller than before, and one after updates that have drawn random numbers. In such a step the optimizer first updates
+a copy of one parameter alone.
 
 Thread safety: under the session's lock.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from gradcast.training.step.partial_step import PartialStep
 _FIRST = 20
 _EVERY = 200  # steps
 _OUTLIER = 8.0  # times as large, or as small
-_STEPS_BETWEEN = 10  # at least, between two steps that are compared because of their gradients
+_STEPS_BETWEEN = 10  # at least, between two steps that are compared because something is odd
 _ELEMENTS_MAX = 1 << 16  # of the parameter, if there is a smaller one
 # More than rounding: of the update, and of the value in units of its last place.
 _OF_UPDATE, _OF_VALUE = 1e-3, 4
@@ -32,14 +34,21 @@ class PartComparison:
         self._tell = tell
         self._steps, self._last, self._count = 0, 0, 0
         self._norms: dict[int, float] = {}  # by parameter: of its gradient, when that was looked at last
-        self._is_possible = True
+        self._is_possible, self._draws = True, False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the update of a part. Another thread of the program may be what has drawn random numbers."""
+        before = torch.default_generator.get_state()
+        yield
+        self._draws = self._draws or bytes(before.numpy()) != bytes(torch.default_generator.get_state().numpy())
 
     def is_due(self, arrived: Sequence[ParameterState]) -> bool:
         """Whether the step that begins shall be compared. Call it once per step. ``arrived``: parameters whose
         gradients are known; on a device none, so that the host need not wait."""
         self._steps += 1
-        is_outlier = self._is_outlier(arrived) and self._steps - self._last >= _STEPS_BETWEEN
-        return self._is_possible and (self._steps == _FIRST or self._steps % _EVERY == 0 or is_outlier)
+        is_odd = (self._is_outlier(arrived) or self._draws) and self._steps - self._last >= _STEPS_BETWEEN
+        return self._is_possible and (self._steps == _FIRST or self._steps % _EVERY == 0 or is_odd)
 
     def _is_outlier(self, arrived: Sequence[ParameterState]) -> bool:
         known = [state for state in arrived if state.update_grad is not None and state.update_grad.numel() > 0]
@@ -55,7 +64,7 @@ class PartComparison:
     def run(self, partial: PartialStep, parameters: Sequence[nn.Parameter], run_all: Callable[[], None]) -> None:
         """Calls ``run_all``, which updates these parameters, all of the optimizer, from their ``.grad``. Raises
         Error(invalid_use) if one of them would get another value alone."""
-        self._last = self._steps
+        self._last, self._draws = self._steps, False
         parameter = self._chosen(parameters)
         try:
             alone = partial.updated_alone(parameter)
