@@ -293,6 +293,29 @@ def test_functions_come_and_go_between_step_and_forward(rank):
 
 
 @on_ranks(2)
+def test_a_function_removes_itself(rank):
+    """In hook mode inside torch's hooks after step(), of which another module has some, too."""
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    handles = [attach(model, None, "hook") for model in models]
+    each_sgd = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    seen = []
+
+    def once(names, _):
+        seen.append(names)
+        registration.remove()
+
+    registration = handles[0].on_update(once)
+    handles[1].on_update(lambda names, _: seen.append(names))
+    for _ in range(2):
+        for model, optimizer in zip(models, each_sgd, strict=True):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    for handle in handles:
+        handle.detach()
+    return None if len(seen) == 3 else f"{len(seen)} calls"
+
+
+@on_ranks(2)
 def test_an_average_stays_when_the_parameters_change(rank, mode):
     twins = Twins(rank, mode=mode)
     for module in twins.modules:

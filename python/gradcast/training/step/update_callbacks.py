@@ -64,11 +64,9 @@ class UpdateCallbacks:
             self._unhook = weakref.finalize(self, hook.remove)
 
     def remove(self, callback: UpdateCallback) -> None:
+        """The hook after ``step()`` stays: torch may be going through these hooks now."""
         if callback in self._callbacks:
             self._callbacks.remove(callback)
-        if not self._callbacks and self._unhook is not None:
-            self._unhook()
-            self._unhook = None
 
     def remove_all(self) -> None:
         for callback in list(self._callbacks):
@@ -76,6 +74,9 @@ class UpdateCallbacks:
             if callback.on_detach is not None:
                 callback.on_detach()
         self._parameters = {}
+        if self._unhook is not None:
+            self._unhook()
+            self._unhook = None
 
     def without_forward(self) -> None:
         for callback in self._callbacks:
@@ -110,7 +111,7 @@ class UpdateCallbacks:
             ) from error
 
     def _after_step(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
-        if is_inner_step(optimizer):
+        if not self._callbacks or is_inner_step(optimizer):
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         updated = {name: parameter for name, parameter in self._parameters.items() if id(parameter) in held}
