@@ -39,9 +39,10 @@ class PartComparison:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around the update of a part. Another thread of the program may be what has drawn random numbers."""
-        before = torch.default_generator.get_state()
+        before = [each.get_state() for each in _generators()]
         yield
-        self._draws = self._draws or bytes(before.numpy()) != bytes(torch.default_generator.get_state().numpy())
+        after = (each.get_state() for each in _generators())
+        self._draws = self._draws or not all(map(torch.equal, before, after))
 
     def is_due(self, arrived: Sequence[ParameterState]) -> bool:
         """Whether the step that begins shall be compared. Call it once per step. ``arrived``: parameters whose
@@ -94,6 +95,13 @@ class PartComparison:
         self._count += 1
         small = [each for each in parameters if each.numel() <= _ELEMENTS_MAX] or parameters
         return small[self._count % len(small)]
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    """Those that optimizers draw from by default. The host knows the state of a device's."""
+    if not torch.cuda.is_initialized():
+        return (torch.default_generator,)
+    return torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def _is_same(together: torch.Tensor, alone: torch.Tensor, before: torch.Tensor) -> bool:
