@@ -53,8 +53,12 @@ def run(call: tuple, index: int, root_store) -> object:
     return target(Rank(index, world_size, torch.distributed.PrefixStore("test", store)), *arguments)
 
 
-def end() -> None:
-    """Ends the groups of a call, and frees what it has left. What it has raised is free by now."""
+def end() -> list:
+    """Ends the groups of a call, and frees what it has left. What it has raised is free by now.
+
+    Returns the groups. Hold them until the next call has ended: a callback of torch's PowerSGD owns its group, may be
+    dropped later, by a thread of that group, and a thread that waits for its own end aborts the process.
+    """
     # WORKAROUND(torch 2.11, pytorch/pytorch#56297): held until garbage is collected. If a DDP is a group's last owner,
     # torch ends the group's threads with the GIL held, and waits forever for one that needs it to drop a Python
     # callback.
@@ -62,7 +66,7 @@ def end() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()
-    del groups
+    return groups
 
 
 def main(pipe_handle: int, index: int, port: int) -> None:
@@ -76,6 +80,7 @@ def main(pipe_handle: int, index: int, port: int) -> None:
         os.environ.update(as_a_host_of_its_own(index))
     pipe = Connection(pipe_handle)
     store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
+    ended: list = []  # groups
     while True:
         try:
             call = pipe.recv()
@@ -86,7 +91,7 @@ def main(pipe_handle: int, index: int, port: int) -> None:
         except BaseException:
             answer = ("failed", traceback.format_exc())
         try:
-            end()
+            ended[:] = end()  # frees those of the call before
         except BaseException:
             answer = ("failed", f"{answer}, then {traceback.format_exc()}")
         pipe.send(answer)
