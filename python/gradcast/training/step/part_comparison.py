@@ -34,6 +34,7 @@ class PartComparison:
         self._tell = tell
         self._steps, self._last, self._count = 0, 0, 0
         self._norms: dict[int, float] = {}  # by parameter: of its gradient, when that was looked at last
+        self._watched: int | None = None  # the parameter whose gradient is looked at, while it is known in time
         self._is_possible, self._draws = True, False
 
     @contextlib.contextmanager
@@ -52,14 +53,17 @@ class PartComparison:
         return self._is_possible and (self._steps == _FIRST or self._steps % _EVERY == 0 or is_odd)
 
     def _is_outlier(self, arrived: Sequence[ParameterState]) -> bool:
-        known = [state for state in arrived if state.update_grad is not None and state.update_grad.numel() > 0]
-        if not known:
-            return False
-        state = min(known, key=lambda each: (each.index not in self._norms, each.update_grad.numel()))
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # the gradient is pending
-            norm = torch.linalg.vector_norm(state.update_grad).item()
-        before = self._norms.setdefault(state.index, norm)
-        self._norms[state.index] = norm
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # gradients are pending
+            watched = next((state for state in arrived if state.index == self._watched), None)
+            if watched is None or watched.update_grad is None:
+                known = [state for state in arrived if state.update_grad is not None and state.update_grad.numel() > 0]
+                if not known:
+                    return False
+                watched = min(known, key=lambda state: state.update_grad.numel())
+                self._watched = watched.index
+            norm = torch.linalg.vector_norm(watched.update_grad).item()
+        before = self._norms.setdefault(watched.index, norm)
+        self._norms[watched.index] = norm
         return not before / _OUTLIER <= norm <= before * _OUTLIER
 
     def run(self, partial: PartialStep, parameters: Sequence[nn.Parameter], run_all: Callable[[], None]) -> None:
