@@ -23,6 +23,7 @@ from gradcast.training.plan.balancing import Balancing, SamplerCall, check_same_
 from gradcast.training.sessions.kinds import Setup
 from gradcast.training.sessions.session import Session, is_evaluation
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
+from gradcast.training.step.partial_step import default_context
 from gradcast.training.step.weights import GivenWeights
 
 _RESTART = "beginning again with the module's new parameters"
@@ -164,7 +165,8 @@ class Attachment:
         if self._taken_over is not None:
             self._taken_over.before_forward()
         if changed:
-            self._restart(frozen)
+            with default_context():
+                self._restart(frozen)
         if not compiled:
             self._compiled.find()
         compiled = compiled or is_compiled(called) or is_compiled(self._setup.accepted.module)

@@ -161,6 +161,20 @@ def test_function_transforms_read_finished_parameters(rank, name):
     return twins.differences() + compare.trees(seen[1::2], seen[::2], name)
 
 
+@on_ranks(2)
+def test_new_parameters_are_first_met_inside_a_transform(rank, mode):
+    twins = Twins(rank, "plain", "adam plain", mode=mode)
+    twins.train(5)
+    for module, optimizer, _ in twins.each():
+        torch.manual_seed(5)
+        module.append(nn.Linear(10, 10, bias=False))
+        optimizer.add_param_group({"params": list(module[-1].parameters())})
+        func.jacrev(module)(torch.ones(3, 12))
+    twins.wrap()
+    twins.train(5)
+    return twins.differences()
+
+
 class Raises(torch.optim.Adam):
     """Somebody sends the process a signal in the middle of an update. Of the class, since an optimizer's own attributes
     are those of when ``step()`` was called."""
