@@ -79,14 +79,15 @@ test-python: test-modules
 	@python -c 'from gradcast.training.compat import extension; extension.load()'
 	$(PYTEST_TWO) --junitxml=$(BUILD)/pytest.xml -m 'not slow and not long'
 
-# Slow tests of what measures have the cores for themselves.
+# Slow tests of what measures have the cores for themselves. (pytest ignores no folder that its configuration names.)
 MEASURING := tests/lab tests/diagnosis
 SLOW := test-slow test-measuring
 .PHONY: test-slow
 test-slow: all $(VENV)/torchft.stamp
 	@rm -f $(BUILD)/pytest-slow.xml
 	GRADCAST_TORCHFT_PYTHON=$(CURDIR)/$(VENV)/torchft/bin/python \
-	  $(PYTEST_TWO) --junitxml=$(BUILD)/pytest-slow.xml -m 'slow and not long' $(MEASURING:%=--ignore=%)
+	  $(PYTEST_TWO) --junitxml=$(BUILD)/pytest-slow.xml -m 'slow and not long' tests \
+	    $(patsubst %,--ignore=%,tests/nccl_mirror tests/peers $(MEASURING))
 
 .PHONY: test-measuring
 test-measuring: all $(VENV)/hta.stamp
