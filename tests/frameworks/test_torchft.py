@@ -46,7 +46,7 @@ def test_without_torchft_the_sentence_names_the_extra(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_bits_are_those_of_torchfts_ddp(waits):
     """In the first step one of the replicas heals: it sends zeros, or the bits would differ. If torchft waits for the
     quorum before forward, it has healed by then."""
@@ -65,7 +65,7 @@ def test_a_spare_sends_zeros():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_replicas_that_are_killed_cost_one_step_each(seed):
     ended = run("killed", replicas=3, pause_s=0.03, dies_after=8 + seed, seed=seed)
     committed = {}

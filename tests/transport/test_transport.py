@@ -10,14 +10,14 @@ from transport_worlds import Ended, run_inproc, run_processes
 pytest.importorskip("numpy", reason="the cases of the transports need NumPy, which is not installed: pip install numpy")
 
 
-def cases_by_world(*world_sizes, slow=(), wire=()):
+def cases_by_world(*world_sizes, marks_of=lambda _: (), wire=()):
     return [
         pytest.param(
             *wire,
             size,
             case,
             id="-".join(filter(None, [*wire, str(size), case.__name__])),
-            marks=[pytest.mark.slow] if size in slow else [],
+            marks=marks_of(size),
         )
         for size in world_sizes
         for case in everywhere(size)
@@ -41,7 +41,12 @@ def extension():
 # The transport over torch, and the same with a wire format, and on two levels.
 TORCH = pytest.mark.parametrize("wire", ["", "+fp16"], ids=["fp32", "fp16"])
 WORLDS = {"": (1, 2, 3, 4), "+fp16": (2, 3), "+hosts": (4, 6)}
-SLOW = {"": (1, 2, 4), "+fp16": (2, 3), "+hosts": (4, 6)}
+SLOW = {"": (1, 4), "+fp16": (3,), "+hosts": (6,)}
+LONG = {"": (2,), "+fp16": (2,), "+hosts": (4,)}
+
+
+def marks_of(wire: str, world_size: int) -> list:
+    return [pytest.mark.slow] * (world_size in SLOW[wire]) + [pytest.mark.long] * (world_size in LONG[wire])
 
 
 @functools.cache
@@ -52,11 +57,7 @@ def conformance(world_size: int, wire: str) -> list[Ended]:
 
 @pytest.mark.parametrize(
     ("wire", "world_size"),
-    [
-        pytest.param(wire, size, marks=[pytest.mark.slow] if size in SLOW[wire] else [])
-        for wire, sizes in WORLDS.items()
-        for size in sizes
-    ],
+    [pytest.param(wire, size, marks=marks_of(wire, size)) for wire, sizes in WORLDS.items() for size in sizes],
 )
 def test_the_cases_of_torch_run_to_the_end(extension, world_size, wire):
     assert_all_ended_well(conformance(world_size, wire))
@@ -64,7 +65,11 @@ def test_the_cases_of_torch_run_to_the_end(extension, world_size, wire):
 
 @pytest.mark.parametrize(
     ("wire", "world_size", "case"),
-    [case for wire in WORLDS for case in cases_by_world(*WORLDS[wire], slow=SLOW[wire], wire=[wire])],
+    [
+        case
+        for wire in WORLDS
+        for case in cases_by_world(*WORLDS[wire], marks_of=functools.partial(marks_of, wire), wire=[wire])
+    ],
 )
 def test_c10d(extension, wire, world_size, case):
     ranks = conformance(world_size, wire)

@@ -83,7 +83,9 @@ def train(rank, gain_if_waiting):
         return {"seen": seen, "lines": [line for line in lines if "clipping now" in line], "differences": twins.end()}
 
 
-@pytest.mark.parametrize("gain_if_waiting", [None, 1.0], ids=["hook plan", "as DDP"])
+@pytest.mark.parametrize(
+    "gain_if_waiting", [None, pytest.param(1.0, marks=pytest.mark.slow)], ids=["hook plan", "as DDP"]
+)
 def test_another_share_brings_another_plan(ranks, gain_if_waiting):
     results = ranks.run(2, train, gain_if_waiting)
     assert [each["differences"] for each in results] == [[], []]

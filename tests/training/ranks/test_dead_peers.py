@@ -47,7 +47,8 @@ def test_a_killed_rank(mode, killed, moment):
     check_survivors(ends, killed)
 
 
-@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
 def test_an_interrupted_rank_stops_waiting(mode):
     ends = launch(2, "is_interrupted", mode, "0")
     assert ends[0].code not in (0, None), ends[0].errors

@@ -94,7 +94,7 @@ def stop_until_others_end(rank):
     return act
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.long)])
 def test_a_rank_that_stops_for_a_while_and_a_store_that_is_gone(tmp_path, monkeypatch, undisturbed, mode, store):
     """Shorter than the timeout: rank 0 says once whom it waits for, and then everything goes on. Nobody misses the
     store."""
@@ -138,7 +138,7 @@ def test_a_rank_that_stops_for_longer_than_the_timeout(tmp_path, monkeypatch):
     assert dump["ranks"]["0"]["iterations"][-1]["blocks_ms_ago"]
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.long)])
 def test_a_link_that_is_slow_and_then_down_for_a_while(tmp_path, monkeypatch, undisturbed, network, mode):
     monkeypatch.setenv("TEST_TIMEOUT_S", "30")
     digest = undisturbed(mode)
@@ -164,7 +164,7 @@ def test_a_link_that_stays_down(tmp_path, monkeypatch, network):
     assert "Rank 0, which knows the other ranks that failed, does not respond" in said
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.long)])
 def test_a_rank_that_runs_one_step_more(mode):
     ends = launch(3, "runs_one_more", mode, "1")
     assert [ends[0].told, ends[2].told] == [[{"error": None}]] * 2

@@ -15,7 +15,7 @@ def run(folder, mode, killed_step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.long)])
 def test_a_killed_worker_goes_on_from_the_checkpoint(tmp_path, mode):
     undisturbed = run(tmp_path / "undisturbed", mode, -1)
     restarted = run(tmp_path / "restarted", mode, 9)

@@ -23,11 +23,11 @@ def test_falling_off_the_end(mode):
     "program",
     [
         # A handler at exit reads finished parameters.
-        ("reads_at_exit", "first"),
+        pytest.param(("reads_at_exit", "first"), marks=pytest.mark.long),
         ("reads_at_exit", "last"),
         # Parameters are read after the group is destroyed.
         ("destroys_group", "overlap"),
-        ("destroys_group", "hook"),
+        pytest.param(("destroys_group", "hook"), marks=pytest.mark.long),
         # Data comes from forked processes.
         ("loads_data_in_processes",),
     ],

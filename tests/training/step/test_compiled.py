@@ -96,7 +96,7 @@ def compiled_model(**options):
     return torch.compile(Blocks(), backend="aot_eager", **options)
 
 
-@pytest.mark.parametrize("how", ["module", "wrapped", "ddp"])
+@pytest.mark.parametrize("how", ["module", pytest.param("wrapped", marks=pytest.mark.slow), "ddp"])
 @on_ranks(2, timeout_s=120)
 def test_a_split_model_waits_part_by_part(rank, how):
     """Nothing is compiled again. DDP's model has the same code, compiled before without breaks."""
