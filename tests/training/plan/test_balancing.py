@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from gradcast import _core
+from gradcast.comparison.compare import compute_ns
 from training import compare
 from training.attached import attach, heard, not_refused
 from training.needs import torch
@@ -134,11 +135,11 @@ def test_the_plan_is_made_again_for_the_new_shares(rank):
     seen = []
     for _ in range(2):
         for _ in training_steps(training):
-            seen.append((training.handle.plan_version, training.live.profile, training.sizes[-1]))
+            seen.append((training.handle.plan_version, training.live.agreed, training.sizes[-1]))
     first = next(n for n, (_, _, size) in enumerate(seen) if size != 8)
     # The step with the new shares is the first that shows them; the next one has the new plan.
     before, after = seen[first], seen[first + 1]
-    busy_ms = (after[1].forward_ns + after[1].backward_ns) / 1e6
+    busy_ms = (compute_ns(after[1].profile) + after[1].further_calls_ns) / 1e6
     found = [] if after[0] == before[0] + 1 else [f"plan {before[0]}, then {after[0]}"]
     found += [] if 19 < busy_ms < 21 else [f"the plan is for {busy_ms:.1f} ms of compute"]
     training.handle.detach()
