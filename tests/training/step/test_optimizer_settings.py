@@ -197,6 +197,30 @@ def test_an_optimizer_that_cannot_be_divided_any_more_is_an_error(rank, kind):
     return not_refused(trained, "LaterOn", "in parts", "hook mode")
 
 
+class ByParameter(torch.optim.SGD):
+    """Has a factor for each parameter, as its attribute or by its identity."""
+
+    def __init__(self, parameters, kind):
+        super().__init__(parameters, lr=0.1)
+        (given,) = (group["params"] for group in self.param_groups)
+        self.factors = {id(p): 0.25 for p in given} if kind == "identity" else {}
+        for p in given:
+            p.factor = 0.25
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad, alpha=0.1 * (self.factors.get(id(p), 1.0) if self.factors else getattr(p, "factor", 1.0)))
+
+
+@pytest.mark.parametrize("kind", ["attribute", "identity"])
+@on_ranks(2)
+def test_what_belongs_to_a_parameter_is_found_where_parts_are_compared(rank, kind):
+    twins = Twins(rank, "plain", lambda m: Recipe(ByParameter(m.parameters(), kind)), policy="fifo")
+    twins.train(25)  # the 20th step is compared
+    return twins.differences()
+
+
 class Lookahead:
     """Shares the state of the optimizer that it goes around, and reads entries that exist after its step."""
 

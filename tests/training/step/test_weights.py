@@ -374,3 +374,20 @@ def test_weights_travel_as_one_tensor_and_one_stream_serves_all_steps(rank, mode
     attached.handle.detach()
     gathers = [each.name for each in profile.events() if "gather" in each.name and each.name.startswith("c10d::")]
     return [] if (made.call_count, gathers) == (1, ["c10d::_allgather_base_"]) else [made.call_count, gathers]
+
+
+@pytest.mark.parametrize("where", ["first step", "first micro-batch"])
+@on_ranks(2)
+def test_a_rank_that_sends_nothing_is_in_the_pass_of_the_others(rank, where, mode):
+    """Though parameters do not change behind it: by a learning rate of 0, or since another pass follows."""
+    attached, micro_batches = Attached(torch.nn.Linear(8, 8), mode), 1 + (where == "first micro-batch")
+    for number in range(8):
+        attached.optimizer.param_groups[0]["lr"] = 0.0 if micro_batches == 1 and number == 0 else 0.1
+        attached.optimizer.zero_grad()
+        for micro_batch in range(micro_batches):
+            is_empty = rank.index == 1 and micro_batch == 0 and number in (0, 4)
+            with attached.handle.weight(0 if is_empty else 4):
+                if not is_empty:
+                    attached.module(torch.ones(4, 8)).sum().backward()
+        attached.optimizer.step()
+    attached.handle.detach()

@@ -7,10 +7,29 @@ checkpoint does.
 import _signal
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _NUMBERS = range(1, _signal.NSIG)
+_Caught = list[tuple[Callable[..., Any], int, Any]]
+
+
+class _State:
+    caught: _Caught | None = None  # by the block that is open, if one is
+
+
+class _Delayed:
+    """Stands in for a handler of the program's. If an exception has kept a block from putting that back, it is called
+    all the same, and the next block puts it back."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if _State.caught is None:
+            self.handler(number, frame)
+        elif all(number != each for _, each, _ in _State.caught):
+            _State.caught.append((self.handler, number, frame))
 
 
 @contextlib.contextmanager
@@ -20,23 +39,23 @@ def after_this() -> Iterator[None]:
     Python runs signal handlers on the main thread only, so other threads need no delay. Neither do handlers that are
     not Python functions (None, SIG_IGN, SIG_DFL): they read nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or _State.caught is not None:
         yield
         return
-    # `signal` does the same, and makes enumerations of what it returns, which takes most of the time.
-    before = {
-        number: handler
-        for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True)
-        if callable(handler)
-    }
-    caught: dict[int, tuple[Any, ...]] = {}
-    for number in before:
-        _signal.signal(number, lambda number, frame: caught.setdefault(number, (number, frame)))
     try:
+        # `signal` does the same, and makes enumerations of what it returns, which takes most of the time.
+        for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
+            if callable(handler) and not isinstance(handler, _Delayed):
+                _signal.signal(number, _Delayed(handler))
+        _State.caught = []
         yield
     finally:
-        for number, handler in before.items():
-            _signal.signal(number, handler)
-        with contextlib.ExitStack() as stack:  # all of them, also if one raises
-            for number, arguments in caught.items():
-                stack.callback(before[number], *arguments)
+        caught, _State.caught = _State.caught or [], None
+        try:
+            for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
+                if isinstance(handler, _Delayed):
+                    _signal.signal(number, handler.handler)
+        finally:
+            with contextlib.ExitStack() as stack:  # all of them, also if one raises
+                for handler, *arguments in caught:
+                    stack.callback(handler, *arguments)

@@ -138,10 +138,15 @@ def start_status_server(group: Group) -> tuple[StatusServer | None, ServerAddres
             found = server.address
         except OSError as error:
             found = str(error)
-    found = group.from_first(found)
-    is_served = isinstance(found, ServerAddress)
-    is_reached = is_served and ask(found, "hello", group.rank, None) is not None
-    without = [rank for rank, each in enumerate(group.gather(is_reached)) if not each]
+    try:
+        found = group.from_first(found)
+        is_served = isinstance(found, ServerAddress)
+        is_reached = is_served and ask(found, "hello", group.rank, None) is not None
+        without = [rank for rank, each in enumerate(group.gather(is_reached)) if not each]
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
     if without:
         why = f"at {found.host}, port {found.port}" if is_served else f"which does not start: {found}"
         group.warning(
@@ -195,7 +200,9 @@ def _own_host() -> str:
     """This host's address, IPv4 or IPv6, in the network that the job uses. Raises OSError."""
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     failure = None
-    for family, _, _, _, target in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+    found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+    # IPv4 first: of IPv6 hosts may have addresses, and no route.
+    for family, _, _, _, target in sorted(found, key=lambda each: each[0] != socket.AF_INET):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)  # sends nothing

@@ -247,9 +247,9 @@ class Session(SessionBase):
         return self.sends and self.no_sync_blocks.reduces(forward)
 
     def signature(self, fingerprint: int, forward: ForwardPass | None) -> Sequence[float]:
-        # On a device it shows only what is updated there by operations: not what ranks receive from one that updates.
-        if self.exchange.on_device and self.mode == "hook":
-            fingerprint = self._iteration
+        # A device's values are not read. In hook mode only the program knows when it updates: no pass counts on there.
+        if self.exchange.on_device:
+            fingerprint = self.steps if self.mode == "overlap" else self._iteration
         return self._consistency.begin_pass(fingerprint, forward)
 
     def on_backward_begin(self) -> None:

@@ -282,7 +282,9 @@ class GradientHooks:
         if self._task != self._checked_task:
             self._keep_accumulated_apart(first)
         counts = first is not None and self.weights.scale != 0
-        self._buffers.flag_all_used(listener.signature(self._hooks.fingerprint(), self._forward()) if counts else None)
+        # A rank that sends nothing is in this pass, too, and is told nothing wrong by the next one.
+        signature = listener.signature(self._hooks.fingerprint(), self._forward() if counts else None)
+        self._buffers.flag_all_used(signature if counts else None)
         self.exchange.on_flags_written()
         parameter_state.begin_step(self.states)
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task

@@ -9,6 +9,7 @@ Thread safety: under the session's lock.
 """
 
 import contextlib
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -22,7 +23,8 @@ _FIRST = 20
 _EVERY = 200  # steps
 _OUTLIER = 8.0  # times as large, or as small
 _STEPS_BETWEEN = 10  # at least, between two steps that are compared because something is odd
-_ELEMENTS_MAX = 1 << 16  # of the parameter, if there is a smaller one
+_ELEMENTS_MAX = 1 << 16  # of the parameter, if there is a smaller one; else one of the smallest
+_LARGE = 8  # of so many
 # More than rounding: of the update, and of the value in units of its last place.
 _OF_UPDATE, _OF_VALUE = 1e-3, 4
 
@@ -72,7 +74,7 @@ class PartComparison:
         self._last, self._draws = self._steps, False
         parameter = self._chosen(parameters)
         try:
-            alone = partial.updated_alone(parameter)
+            alone, before = partial.updated_alone(parameter), parameter.detach().clone()
         except Exception as error:
             self._is_possible = False
             self._tell(
@@ -84,7 +86,6 @@ class PartComparison:
             )
             run_all()
             return
-        before = parameter.detach().clone()
         run_all()
         if not _is_same(parameter.detach(), alone, before):
             raise refused(
@@ -97,7 +98,8 @@ class PartComparison:
     def _chosen(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
         """Another one each time; seldom the first, which draws the same random numbers alone."""
         self._count += 1
-        small = [each for each in parameters if each.numel() <= _ELEMENTS_MAX] or parameters
+        small = [each for each in parameters if each.numel() <= _ELEMENTS_MAX]
+        small = small or heapq.nsmallest(_LARGE, parameters, key=torch.Tensor.numel)
         return small[self._count % len(small)]
 
 

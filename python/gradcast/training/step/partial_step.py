@@ -115,21 +115,26 @@ class PartialStep:
         return type(self._optimizer).__name__
 
     def updated_alone(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The value that this step would give the parameter, with its ``.grad``, in a part of its own. Changes nothing;
-        random numbers are drawn as if it had not run."""
-        alone = torch.nn.Parameter(parameter.detach().clone())
-        alone.grad = parameter.grad.clone()
+        """The value that this step would give the parameter, with its ``.grad``, in a part of its own. Afterwards all
+        is as before; random numbers are drawn as if it had not run. REQUIRES: nobody reads the parameter meanwhile."""
+        value, gradient = parameter.detach().clone(), parameter.grad
         state: collections.defaultdict[Any, dict] = collections.defaultdict(dict)
         entry = dict.get(self._state, parameter)
         if entry is not None:
-            state[alone] = copy.deepcopy(entry)
+            state[parameter] = copy.deepcopy(entry)
         (index,) = self._places.by_group([parameter])
-        group = {**cloned(self._scalars[index].copies()), "params": [alone]}
+        # The parameter itself: an optimizer may look up what it has for it, by its identity or in its attributes.
+        group = {**cloned(self._scalars[index].copies()), "params": [parameter]}
         values = {**self._attributes.copies(), "state": state}
         devices = [parameter.device] if parameter.is_cuda else []
-        with torch.random.fork_rng(devices):
-            self._run(values | _no_hooks(values, before=False, after=False), [group], elsewhere=True)
-        return alone.detach()
+        try:
+            parameter.grad = gradient.clone()
+            with torch.random.fork_rng(devices):
+                self._run(values | _no_hooks(values, before=False, after=False), [group], elsewhere=True)
+            return parameter.detach().clone()
+        finally:
+            parameter.grad = gradient
+            parameter.detach().copy_(value)
 
     def _run(self, attributes: dict[str, Any], groups: list[dict[str, Any]], elsewhere: bool) -> dict[str, Any]:
         """The class's step with these attributes and groups. Returns the attributes that it has set."""
