@@ -38,7 +38,7 @@ PARTS = (
         "if not hasattr(self, 'b{n}'):\n    self.register_buffer('b{n}', x.mean(0).detach())\n"
         "x = x + 0.1 * self.b{n}\n"
         "with torch.no_grad():\n    self.b{n} = 0.9 * self.b{n} + 0.1 * x.mean(0)",
-        without="attaches compiled changes deepcopy_fails traced transforms",
+        without="attaches compiled changes deepcopy_fails evaluates traced transforms",
     ),
     Part(
         "tied",

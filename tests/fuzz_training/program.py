@@ -130,7 +130,9 @@ class Program:
         # DDP itself broadcasts or looks for parameters in ways that these do not bear.
         touching = {"between", "made", "attached"}
         if self.max_grad_norm and (
-            self.stepping != "plain" or any(touching & use.feature.code.keys() for use in self.uses)
+            self.stepping != "plain"
+            or any(touching & use.feature.code.keys() for use in self.uses)
+            or any("ddp_given" in use.feature.needs for use in self.uses)  # their gradients may stay on their rank
         ):
             return False
         return not ("gradient_as_bucket_view" in self.ddp_options and "keeps" in tags)

@@ -37,7 +37,8 @@ class Options:
     * ``max_grad_norm``, ``grad_norm_type``: in overlap mode every step clips the gradients, as
       ``clip_grad_norm_(module.parameters(), max_grad_norm, grad_norm_type)`` before ``step()`` would. As long as the
       ranks' norms prove that nothing is to be clipped, the step overlaps with forward as without clipping; otherwise it
-      waits for all gradients. Norm types other than 1, 2 and inf always wait.
+      waits for all gradients. Norm types other than 1, 2 and inf always wait. Gradients that are not averaged (a step
+      whose passes are all under ``no_sync()``) are not clipped.
     * ``max_grad_value``: likewise as ``clip_grad_value_(module.parameters(), max_grad_value)``; it never waits.
     * ``weight``: "samples": the mean over the ranks is weighted with the samples of each rank's step: the length of the
       first tensor that forward is given, summed over the step's forward passes. ``handle.weight(n)`` overrules it.
