@@ -240,12 +240,9 @@ uint64_t AccumulationHooks::fingerprint() const {
   uint64_t hash = 0;
   for (const Hooked& hooked : hooked_) {
     const at::Tensor& parameter = static_cast<AccumulateGrad*>(hooked.node.get())->variable;
-    if (!parameter.is_cpu()) {
-      hash += parameter._version();
-    } else if (parameter.numel() > 0) {
-      for (const int64_t element : {int64_t{0}, last_element(parameter)})
-        hash = (hash ^ bytes_at(parameter, element)) * kFnvPrime;
-    }
+    if (!parameter.is_cpu() || parameter.numel() == 0) continue;
+    for (const int64_t element : {int64_t{0}, last_element(parameter)})
+      hash = (hash ^ bytes_at(parameter, element)) * kFnvPrime;
   }
   return hash;
 }

@@ -70,9 +70,8 @@ class AccumulationHooks : public std::enable_shared_from_this<AccumulationHooks>
 
   // Parameters that have a gradient.
   std::vector<int64_t> with_gradient() const;
-  // Another number when parameters have changed, however that was. The same on ranks whose parameters are the same, in host
-  // memory: there it is a hash of each parameter's first and last bytes. On a device it is the sum of the versions, which
-  // grow with each change by an operation of torch.
+  // Another number when parameters in host memory have changed, however that was; the same on ranks where they are the
+  // same. A hash of each one's first and last bytes.
   uint64_t fingerprint() const;
 
   // For the hooks. Throws python_error, and what torch throws.

@@ -1,7 +1,9 @@
-"""What delays signal handlers loses none of them."""
+"""Signal handlers that are delayed are called in the end, and all are put back."""
 
 import contextlib
+import os
 import signal
+import threading
 import time
 
 from gradcast.training.compat import interrupts
@@ -39,3 +41,23 @@ def test_handlers_that_raise_at_any_moment_are_called_and_put_back():
     finally:
         for number, handler in zip(NUMBERS, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_a_child_that_another_thread_forks_inside_a_block_is_not_delayed():
+    before, codes = signal.signal(signal.SIGUSR1, lambda *_: os._exit(7)), []
+
+    def fork():
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGUSR1)
+            os._exit(1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    try:
+        with interrupts.after_this():
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert codes == [7]

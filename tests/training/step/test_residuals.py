@@ -55,7 +55,11 @@ def conserve(rank, ranks_per_host):
 
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_host"),
-    [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 1), (4, 2)))],
+    [
+        (2, 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 1), (4, 2))),
+        pytest.param(4, 1, marks=pytest.mark.long),
+    ],
 )
 def test_what_arrives_and_the_residuals_are_the_gradients(ranks, world_size, ranks_per_host):
     assert not any(ranks.run(world_size, conserve, ranks_per_host))

@@ -6,6 +6,7 @@ checkpoint does.
 
 import _signal
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,14 @@ _Caught = list[tuple[Callable[..., Any], int, Any]]
 
 class _State:
     caught: _Caught | None = None  # by the block that is open, if one is
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a child that another thread has forked: the block ends in the parent only."""
+        cls.caught = None
+
+
+os.register_at_fork(after_in_child=_State.forget)
 
 
 class _Delayed:

@@ -3,7 +3,7 @@
 The trial at attach cannot show what an optimizer does later (noise after a burn-in) or with rare gradients (a clip by
 the norm of all). So some steps are not divided: an early one, some from then on, those whose gradients are much larger
 or smaller than before, and one after updates that have drawn random numbers. In such a step the optimizer first updates
-a copy of one parameter alone.
+one parameter alone, which then gets its former value back.
 
 Thread safety: under the session's lock.
 """
@@ -78,7 +78,7 @@ class PartComparison:
         except Exception as error:
             self._is_possible = False
             self._tell(
-                "%s does not update a copy of a parameter (%s: %s), so during training its updates in parts are not "
+                "%s does not update a parameter alone (%s: %s), so during training its updates in parts are not "
                 "compared with whole steps",
                 partial.name,
                 type(error).__name__,

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _len_torch_disp
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
-from gradcast.training.step.step_settings import StepSettings, cloned
+from gradcast.training.step.step_settings import CONTAINERS, StepSettings, cloned
 
 _NOTHING = object()
 _REASON = "gradcast runs this step itself; leave optimizer.step() out of a function with fullgraph=True"
@@ -117,22 +117,31 @@ class PartialStep:
     def updated_alone(self, parameter: torch.Tensor) -> torch.Tensor:
         """The value that this step would give the parameter, with its ``.grad``, in a part of its own. Afterwards all
         is as before; random numbers are drawn as if it had not run. REQUIRES: nobody reads the parameter meanwhile."""
-        value, gradient = parameter.detach().clone(), parameter.grad
-        state: collections.defaultdict[Any, dict] = collections.defaultdict(dict)
-        entry = dict.get(self._state, parameter)
-        if entry is not None:
-            state[parameter] = copy.deepcopy(entry)
+        value, gradient, own = parameter.detach().clone(), parameter.grad, dict(vars(parameter))
         (index,) = self._places.by_group([parameter])
-        # The parameter itself: an optimizer may look up what it has for it, by its identity or in its attributes.
-        group = {**cloned(self._scalars[index].copies()), "params": [parameter]}
-        values = {**self._attributes.copies(), "state": state}
+        attributes = self._attributes.copies()
+        # The parameter itself, since an optimizer may look up what it has for it by its identity; but copies of all
+        # else that a step may change, wherever the optimizer keeps it.
+        kept = {id(each): each for group in self._live_groups for each in group["params"]}
+        settings, entry = self._scalars[index].copies(), dict.get(self._state, parameter)
+        settings, entry, changing, changing_own = copy.deepcopy(
+            (settings, entry, _changing(attributes), _changing(own)), kept
+        )
+        state: collections.defaultdict[Any, dict] = collections.defaultdict(dict)
+        if entry is not None:
+            state[parameter] = entry
+        values = {**attributes, **changing, "state": state}
         devices = [parameter.device] if parameter.is_cuda else []
         try:
+            vars(parameter).update(changing_own)
             parameter.grad = gradient.clone()
             with torch.random.fork_rng(devices):
-                self._run(values | _no_hooks(values, before=False, after=False), [group], elsewhere=True)
+                values |= _no_hooks(values, before=False, after=False)
+                self._run(values, [{**settings, "params": [parameter]}], elsewhere=True)
             return parameter.detach().clone()
         finally:
+            vars(parameter).clear()
+            vars(parameter).update(own)
             parameter.grad = gradient
             parameter.detach().copy_(value)
 
@@ -171,6 +180,12 @@ class PartialStep:
         for parameter in itertools.chain(*(group["params"] for group in self._live_groups)):
             if parameter in new:
                 dict.__setitem__(state, parameter, dict.pop(state, parameter))
+
+
+def _changing(values: dict[str, Any]) -> dict[str, Any]:
+    """Those that may be changed in place."""
+    kinds = (torch.Tensor, *CONTAINERS)
+    return {key: value for key, value in values.items() if isinstance(value, kinds) and not key.endswith("_hooks")}
 
 
 def _rebound(value: Any, optimizer: Optimizer, target: Optimizer) -> Any:

@@ -25,7 +25,7 @@ _CONSTANTS = (
 )  # fmt: skip
 _FAST_CONSTANTS = frozenset({bool, int, float, str, type(None)})
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
-_CONTAINERS = (*_DICTS, list, tuple, set)
+CONTAINERS = (*_DICTS, list, tuple, set)
 _DEEPEST = 8  # containers in one another
 # What every optimizer has, and its step() is given in another way.
 _OWN = frozenset({"params", "state", "param_groups"})
@@ -145,7 +145,7 @@ def _made_from(record: Any) -> Any:
         if record.copy is None and record.version != record.tensor._version:
             raise Opaque
         return record.tensor if record.copy is None else record.copy.clone()
-    if type(record) is not tuple or not record or record[0] not in _CONTAINERS:
+    if type(record) is not tuple or not record or record[0] not in CONTAINERS:
         return record
     kind, parts, *factory = record
     if kind in _DICTS:
