@@ -164,7 +164,8 @@ void bind_accumulation_hooks(py::module_& module) {
       .def("take_sent", &AccumulationHooks::take_sent,
            "What was sent since the last call, in order, and the norms of that.")
       .def("with_gradient", &AccumulationHooks::with_gradient, "Parameters that have a gradient.")
-      .def("fingerprint", &AccumulationHooks::fingerprint, "Another number when parameters in host memory have changed.");
+      .def("fingerprint", &AccumulationHooks::fingerprint,
+           "Another number when parameters in host memory have changed.");
 }
 
 // Wrong arguments raise gradcast.UsageError in Python, like everything else that gradcast refuses.
