@@ -18,11 +18,10 @@
 
 #include "bindings/capsule.h"
 #include "gradcast/transport.h"
-#include "transport/torch/accumulation_hooks.h"
 #include "transport/torch/bucket_hook.h"
 #include "transport/torch/c10d_transport.h"
 #include "transport/torch/control.h"
-#include "transport/torch/fields.h"
+#include "transport/torch/gradient_table.h"
 #include "transport/torch/owners.h"
 #include "transport/torch/tensor_lists.h"
 
@@ -109,63 +108,62 @@ void bind_tensor_lists(py::module_& module) {
   module.def("hold_gradients", &hold_gradients, py::arg("parameters"), py::arg("gradients"),
              "Whether the .grad of each parameter is this tensor.");
   module.def("kinds", &kinds, py::arg("tensors"), "The types and devices of these tensors, for comparison.");
+  module.def("contain", &contain, py::arg("containers"), py::arg("expected"),
+             "Whether the values of these dicts and lists, one after the other, are these objects.");
   module.def("lie_at", &lie_at, py::arg("tensors"), py::arg("addresses"),
              "Whether each of these tensors still begins at this address.");
 }
 
-void bind_fields(py::module_& module) {
-  module.def("fields", &fields, py::arg("objects"), py::arg("name"), "The field of each object, a slot of its class.");
-  module.def("with_field", &with_field, py::arg("objects"), py::arg("name"), py::arg("value"), py::arg("is_") = true,
-             "The objects whose field is, or is not, this value.");
-  module.def("with_other_field", &with_other_field, py::arg("objects"), py::arg("name"), py::arg("values"),
-             "The objects whose field is not the value at their position.");
-  module.def("set_fields", &set_fields, py::arg("objects"), py::arg("name"), py::arg("values"));
-  module.def("change_fields", &change_fields, py::arg("objects"), py::arg("name"), py::arg("before"), py::arg("value"),
-             "Changes the field of each object. The first one of which it is none of `before`, where that ends.");
-  module.def("contain", &contain, py::arg("containers"), py::arg("expected"),
-             "Whether the values of these dicts and lists, one after the other, are these objects.");
-}
-
 // Without the GIL, except for a transport of the tests' own.
-AccumulationHooks::OnWritten on_written_of(const py::object& transport) {
-  if (!py::isinstance<C10dTransport>(transport))
-    return transport.attr("on_written").cast<AccumulationHooks::OnWritten>();
+GradientTable::OnWritten on_written_of(const py::object& transport) {
+  if (!py::isinstance<C10dTransport>(transport)) return transport.attr("on_written").cast<GradientTable::OnWritten>();
   return [shared = transport.cast<SharedTransport>()](int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
     shared->on_written(buffer, lo_bytes, hi_bytes);
   };
 }
 
-std::shared_ptr<AccumulationHooks> make_hooks(const py::object& sink, const py::object& transport,
-                                              std::optional<double> norm_type, py::object on_gradient,
-                                              py::object on_view) {
-  return std::make_shared<AccumulationHooks>(sink, on_written_of(transport), norm_type, std::move(on_gradient),
-                                             std::move(on_view));
+void install(GradientTable& table, const py::object& sink, const py::object& transport, std::optional<double> norm_type,
+             py::object on_gradient, py::object on_placed) {
+  table.install(sink, on_written_of(transport), norm_type, std::move(on_gradient), std::move(on_placed));
 }
 
-void bind_accumulation_hooks(py::module_& module) {
+void bind_gradient_table(py::module_& module) {
   module.def("foreign_hooks", &foreign_hooks, py::arg("parameters"),
              "How many hooks of C++ other than gradcast's run behind the accumulation of each parameter's gradient.");
   module.def("own_hooks", &own_hooks, py::arg("parameters"), "Positions of the parameters that gradcast has hooked.");
-  py::class_<AccumulationHooks, std::shared_ptr<AccumulationHooks>>(
-      module, "AccumulationHooks",
-      "Hooks that send ordinary gradients without Python, and call `on_gradient(index)` for all others.")
-      .def(py::init(&make_hooks), py::arg("sink"), py::arg("transport"), py::arg("norm_type"), py::arg("on_gradient"),
-           py::arg("on_view"))
-      .def("install", &AccumulationHooks::install, py::arg("parameters"))
-      .def("refresh", &AccumulationHooks::refresh,
+  bind_parameter_states(module);
+  py::class_<GradientTable, std::shared_ptr<GradientTable>>(
+      module, "GradientTable",
+      "The gradients of a session. Its hooks place and send ordinary ones without Python: see gradient_table.h.")
+      .def(py::init<const std::vector<std::string>&, const std::vector<py::object>&>(), py::arg("names"),
+           py::arg("parameters"))
+      .def_property_readonly("states", &GradientTable::states)
+      .def("of", &GradientTable::of, py::arg("tensor"),
+           "The state whose parameter or visible gradient the tensor is, or that it is owned for; or None.")
+      .def("follow_layout", &GradientTable::follow_layout, py::arg("views"), py::arg("places"),
+           "Gradients lie in these views from now on; the list is kept, and may change.")
+      .def("install", &install, py::arg("sink"), py::arg("transport"), py::arg("norm_type"), py::arg("on_gradient"),
+           py::arg("on_placed"), "Hooks all parameters.")
+      .def("refresh", &GradientTable::refresh,
            "Hooks parameters again that were converted. Those that have or had post-accumulate hooks of the program.")
-      .def("remove", &AccumulationHooks::remove)
-      .def("follow_layout", &AccumulationHooks::follow_layout, py::arg("places"), py::arg("addresses"))
+      .def("remove", &GradientTable::remove, "Removes the hooks.")
+      .def("release", &GradientTable::release, "Lets go of all parameters and gradients.")
+      .def("begin_step", &GradientTable::begin_step, py::arg("timed"),
+           "`timed(index)`, if it is not None, is called for each gradient of the step before that is sent.")
       .def(
-          "arm", &AccumulationHooks::arm, py::arg("task"), py::arg("views"), py::arg("special"), py::arg("scale"),
+          "arm", &GradientTable::arm, py::arg("task"), py::arg("special"), py::arg("scale"),
           "Gradients of all parameters but the special ones, made by this backward pass, are multiplied by `scale` and "
           "sent without Python. The views of those that do not exist yet.")
-      .def("disarm", &AccumulationHooks::disarm)
-      .def("take_sent", &AccumulationHooks::take_sent,
-           "What was sent since the last call, in order, and the norms of that.")
-      .def("with_gradient", &AccumulationHooks::with_gradient, "Parameters that have a gradient.")
-      .def("fingerprint", &AccumulationHooks::fingerprint,
-           "Another number when parameters in host memory have changed.");
+      .def("disarm", &GradientTable::disarm)
+      .def_property_readonly("sent_count", &GradientTable::sent_count)
+      .def("take_norms", &GradientTable::take_norms, "Of what was sent since the last call, by index.")
+      .def(
+          "place", py::overload_cast<size_t, double, bool>(&GradientTable::place), py::arg("index"), py::arg("scale"),
+          py::arg("is_apart"), py::call_guard<py::gil_scoped_release>(),
+          "Writes the .grad of a parameter, times `scale`, into its view, and sends it; `is_apart`: .grad itself stays "
+          "as it is. False if the engine refuses that.")
+      .def("with_gradient", &GradientTable::with_gradient, "Parameters that have a gradient.")
+      .def("fingerprint", &GradientTable::fingerprint, "Another number when parameters in host memory have changed.");
 }
 
 // Wrong arguments raise gradcast.UsageError in Python, like everything else that gradcast refuses.
@@ -223,12 +221,11 @@ PYBIND11_MODULE(_c10d, module) {
       "(None: not counted), in C++, or by their memory.");
   module.def("foreign_memory", &gradcast::foreign_memory, py::arg("tensors"),
              "Positions of tensors in host memory that torch has not allocated in its usual way.");
-  module.def("any_view_held", &gradcast::any_view_held, py::arg("views"), py::arg("parameters"), py::arg("known"),
-             "Whether somebody but the lists holds a view that is not the .grad of its parameter.");
+  module.def("any_view_held", &gradcast::any_view_held, py::arg("views"), py::arg("parameters"),
+             "Whether somebody but the list holds a view that is not the .grad of its parameter.");
   module.def("entries_held", &gradcast::entries_held, py::arg("attributes"),
              "Ids of the keys of an optimizer's state whose entries somebody may read without asking the optimizer.");
   gradcast::bind_tensor_lists(module);
-  gradcast::bind_fields(module);
   py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
                                                        "Carries blocks of these flat buffers over a process group that "
                                                        "nobody else uses; those of fp32 buffers in the `wire` "
@@ -254,5 +251,5 @@ PYBIND11_MODULE(_c10d, module) {
            "the tensor of rounding errors.")
       .def("send_residual", &C10dTransport::send_residual, py::arg("buffer"), py::arg("first"), py::arg("sends"),
            WithoutGil(), "For int8: whether the rounding errors of the segment at this element are sent.");
-  gradcast::bind_accumulation_hooks(module);
+  gradcast::bind_gradient_table(module);
 }

@@ -66,20 +66,13 @@ std::vector<int64_t> held_elsewhere(const py::list& tensors, std::optional<int64
   return held;
 }
 
-bool any_view_held(const py::list& views, const py::list& parameters, const py::list& known) {
+bool any_view_held(const py::list& views, const py::list& parameters) {
   if (views.size() != parameters.size()) throw py::value_error("as many views as parameters are expected");
   for (size_t i = 0; i < views.size(); ++i) {
     const at::Tensor& view = tensor_at(views, i);
     if (tensor_at(parameters, i).grad().is_same(view)) continue;
-    int64_t by_python = 1;
-    for (const py::handle list : known) {
-      const auto place = static_cast<Py_ssize_t>(i);
-      const bool refers =
-          place < PyList_Size(list.ptr()) && PyList_GET_ITEM(list.ptr(), place) == PyList_GET_ITEM(views.ptr(), place);
-      by_python += refers ? 2 : 0;
-    }
     const bool is_accumulated = torch::autograd::impl::try_get_grad_accumulator(view) != nullptr;
-    if (python_references(views, i, view) > by_python || view.use_count() > (is_accumulated ? 2 : 1)) return true;
+    if (python_references(views, i, view) > 1 || view.use_count() > (is_accumulated ? 2 : 1)) return true;
     if (owners_of(view.storage()) > 1) return true;
   }
   return false;

@@ -20,9 +20,8 @@ std::vector<int64_t> held_elsewhere(const pybind11::list& tensors, std::optional
                                     bool are_gradients);
 
 // Whether somebody else holds one of these views that is not the .grad of its parameter: in Python beyond the list, in
-// C++, or its memory, which no two views share. `known`: what gradcast's objects refer to, too,
-// by position; each counts twice, since its list here refers to it as well.
-bool any_view_held(const pybind11::list& views, const pybind11::list& parameters, const pybind11::list& known);
+// C++, or its memory, which no two views share.
+bool any_view_held(const pybind11::list& views, const pybind11::list& parameters);
 
 // Positions of tensors in host memory that torch has not allocated in its usual way: shared between processes, mapped
 // from a file, or another library's.

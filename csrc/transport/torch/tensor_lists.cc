@@ -140,4 +140,25 @@ bool lie_at(const py::list& tensors, const std::vector<int64_t>& addresses) {
   return true;
 }
 
+bool contain(const py::list& containers, const py::list& expected) {
+  size_t position = 0;
+  const auto is_next = [&](const PyObject* found) {
+    return position < expected.size() && at_position(expected, position++) == found;
+  };
+  for (size_t i = 0; i < containers.size(); ++i) {
+    PyObject* container = at_position(containers, i);
+    if (PyDict_Check(container)) {
+      PyObject *key = nullptr, *value = nullptr;
+      for (Py_ssize_t place = 0; PyDict_Next(container, &place, &key, &value) != 0;)
+        if (!is_next(value)) return false;
+    } else if (PyList_Check(container)) {
+      for (Py_ssize_t place = 0; place < PyList_GET_SIZE(container); ++place)
+        if (!is_next(PyList_GET_ITEM(container, place))) return false;
+    } else {
+      throw py::type_error("dicts and lists are expected");
+    }
+  }
+  return position == expected.size();
+}
+
 }  // namespace gradcast

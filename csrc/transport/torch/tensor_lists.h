@@ -34,4 +34,7 @@ pybind11::bytes kinds(const pybind11::list& tensors);
 // Whether each of these tensors still begins at this address.
 bool lie_at(const pybind11::list& tensors, const std::vector<int64_t>& addresses);
 
+// Whether the values of these dicts, and the items of these lists, one container after the other, are `expected`.
+bool contain(const pybind11::list& containers, const pybind11::list& expected);
+
 }  // namespace gradcast

@@ -3,14 +3,17 @@
 import pytest
 
 import gradcast
+from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state, pending
-from gradcast.training.step.parameter_state import LocallyUnused, ParameterState, ParameterStates, Phase, names
+from gradcast.training.step.parameter_state import names
 from training.needs import torch
 
-TRANSITIONS = ("begin_step", "depart", "defer_update", "start_update", "fail_update")
+TRANSITIONS = ("begin_step", "defer_update", "start_update", "fail_update")
+Phase = extension.load().Phase
+PHASES = Phase.__members__.values()
 ALLOWED = {
-    Phase.IDLE: {"begin_step", "depart"},
-    Phase.TRAVELLING: {"defer_update"},
+    Phase.IDLE: {"begin_step"},
+    Phase.SENT: {"defer_update"},
     Phase.ARRIVED: {"begin_step", "defer_update", "fail_update"},
     Phase.UPDATE_DUE: {"start_update"},
 }
@@ -25,19 +28,26 @@ OWNER = Owner()
 
 @pytest.fixture
 def state():
-    state = ParameterState(0, "weight", torch.nn.Parameter(torch.ones(2)))
+    table = extension.load().GradientTable(["weight"], [torch.nn.Parameter(torch.ones(2))])
+    (state,) = table.states
     state.visible_grad = state.update_grad = torch.ones(2)
     yield state
     parameter_state.release([state])
 
 
+def send(state):
+    """As GradientTable.place() leaves it."""
+    assert extension.load().enter([state], Phase.SENT, [Phase.IDLE]) is None
+    pending.mark([state.visible_grad], OWNER)
+
+
 def bring_to(state, phase):
-    if phase is Phase.IDLE:
+    if phase == Phase.IDLE:
         return
-    parameter_state.depart([state], OWNER)
-    if phase is Phase.ARRIVED:
+    send(state)
+    if phase == Phase.ARRIVED:
         parameter_state.arrive([state])
-    if phase is Phase.UPDATE_DUE:
+    if phase == Phase.UPDATE_DUE:
         parameter_state.defer_update([state], OWNER)
 
 
@@ -51,10 +61,10 @@ def call(state, transition):
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_transition_checks_where_it_comes_from(state, phase, transition):
     bring_to(state, phase)
-    assert state.phase is phase
+    assert state.phase == phase
     if transition in ALLOWED[phase]:
         call(state, transition)
         return
@@ -69,7 +79,7 @@ def test_a_transition_checks_where_it_comes_from(state, phase, transition):
     ("phase", "expected"),
     [
         (Phase.IDLE, (False, False)),
-        (Phase.TRAVELLING, (False, True)),
+        (Phase.SENT, (False, True)),
         (Phase.ARRIVED, (False, False)),
         (Phase.UPDATE_DUE, (True, True)),
     ],
@@ -79,14 +89,6 @@ def test_a_phase_says_what_is_pending(state, phase, expected):
     assert pending_parts(state) == expected
     parameter_state.release([state])
     assert (state.phase, pending_parts(state)) == (Phase.IDLE, (False, False))
-
-
-def test_an_unused_parameter_is_pending_until_its_gradient_has_arrived(state):
-    state.locally_unused = LocallyUnused(None, False)
-    parameter_state.depart([state], OWNER)
-    assert pending_parts(state) == (True, True)
-    parameter_state.arrive([state])
-    assert pending_parts(state) == (False, False)
 
 
 def test_an_arrival_leaves_a_due_update_pending(state):
@@ -106,13 +108,29 @@ def test_a_failed_update_stays_due(state):
 
 def test_states_are_found_by_their_tensors():
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(5)]
-    states = ParameterStates(ParameterState(i, f"p{i}", p) for i, p in enumerate(parameters))
-    first, second = torch.ones(2), torch.ones(2)
-    states.set_visible_grad(states[3], first)
-    assert [states.of(tensor) for tensor in (parameters[3], first, second)] == [states[3], states[3], None]
-    states.set_visible_grad(states[3], second)
-    assert [states.of(tensor) for tensor in (parameters[3], first, second)] == [states[3], None, states[3]]
-    assert names(states) == "p0, p1, p2 and 2 more"
-    states.release()
-    assert states.of(second) is None
-    assert not states
+    table = extension.load().GradientTable([f"p{i}" for i in range(5)], parameters)
+    state, views, apart, owned = table.states[3], [torch.ones(2) for _ in range(5)], torch.ones(2), torch.ones(2)
+    table.follow_layout(views, [(0, 0, 0, 0)] * 5)
+    assert [table.of(tensor) for tensor in (parameters[3], views[3])] == [state, None]
+    state.visible_grad, state.owned = views[3], (owned,)
+    assert [table.of(tensor) for tensor in (views[3], owned, apart)] == [state, state, None]
+    state.visible_grad = apart
+    assert [table.of(tensor) for tensor in (views[3], apart)] == [None, state]
+    assert names(table.states) == "p0, p1, p2 and 2 more"
+    table.release()
+    assert table.of(parameters[3]) is None
+
+
+def test_a_new_layout_replaces_views_that_are_shown():
+    """What has moved is the new view, what the program keeps in .grad stays, and what it has dropped is gone."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    table = extension.load().GradientTable(["moved", "kept", "dropped"], parameters)
+    states, old, new = table.states, [torch.ones(2) for _ in range(3)], [torch.ones(2) for _ in range(3)]
+    table.follow_layout(old, [(0, 0, 0, 0)] * 3)
+    for state, view in zip(states, old, strict=True):
+        state.visible_grad = state.update_grad = view
+    parameters[0].grad, parameters[1].grad = new[0], old[1]
+    table.follow_layout(new, [(0, 0, 0, 0)] * 3)
+    for state, expected in zip(states, (new[0], old[1], None), strict=True):
+        assert state.visible_grad is expected
+        assert state.update_grad is expected

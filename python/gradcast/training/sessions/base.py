@@ -14,7 +14,7 @@ from torch import nn
 from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.comparison.measured_exchange import MeasuredExchange
-from gradcast.training.compat import graph_capture
+from gradcast.training.compat import extension, graph_capture
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.plan import agreement
@@ -31,10 +31,10 @@ from gradcast.training.step import clipping, residuals
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
-from gradcast.training.step.layout_change import change_layout, with_new_views
+from gradcast.training.step.layout_change import change_layout
 from gradcast.training.step.module_buffers import BUFFERS_NAME, ModuleBuffers
 from gradcast.training.step.optimizer_steps import OptimizerSteps
-from gradcast.training.step.parameter_state import ParameterState, ParameterStates
+from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.sent_tensors import sent_tensors
 from gradcast.training.step.unseen_waits import UnseenWaits
@@ -54,16 +54,14 @@ class SessionBase(TrainingSession):
         self.mode = "overlap" if optimizers else "hook"
         self._lock = threading.RLock()
         self._told: set[str] = set()
-        self._states = ParameterStates(
-            ParameterState(index, name, parameter) for index, (name, parameter) in enumerate(parameters.items())
-        )
+        self._table = extension.load().GradientTable(list(parameters), list(parameters.values()))
+        self._states: list[ParameterState] = self._table.states
         modules = accepted.modules_with_buffers(options.broadcast_buffers)
         sent = sent_tensors(parameters, modules, options, group.device)
         registers = options.register_buffers and backend_of(group.shared, group.device.type) == "nccl"
         allocating = registered_memory(group) if registers else contextlib.nullcontext
         self.buffers = GradientBuffers(list(sent), list(sent.values()), group.world_size, options.wire, allocating)
-        self.exchange = GradientExchange(self.buffers, group, options)
-        self.exchange.around_lay_out = functools.partial(with_new_views, self._states, self.buffers)
+        self.exchange = GradientExchange(self.buffers, group, options, self._table)
         self.trace = StepTrace(options.timeline_steps)
         self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
         self._consistency = RankConsistency(self.exchange, group, options.compare_every)
@@ -77,7 +75,7 @@ class SessionBase(TrainingSession):
             )
         travelling = None if index is None else self._module_buffers
         self._gradients = GradientHooks(
-            self._states, self.exchange, self._weights, self._clipping, travelling, self._consistency
+            self._states, self._table, self.exchange, self._weights, self._clipping, travelling, self._consistency
         )
         by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
         self._steps = OptimizerSteps(
@@ -134,7 +132,7 @@ class SessionBase(TrainingSession):
 
     def on_callbacks_changed(self) -> None:
         for state in self._states if self.mode == "overlap" else ():
-            self._states.set_owned(state, self._callbacks.owned(state.name))
+            state.owned = self._callbacks.owned(state.name)
 
     def stats(self) -> dict[str, Any]:
         values = super().stats() | plan_stats(self.controller)

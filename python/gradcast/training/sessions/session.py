@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcast.training.compat import extension
 from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.measure.step_trace import Stamp, StepRecord
 from gradcast.training.sessions.base import SessionBase
@@ -55,6 +54,7 @@ class Session(SessionBase):
         self._forward_start_ns: dict[int, int] = {}  # by id of a module: start of its last forward pass
         self._forward_end_ns = 0  # of the last forward pass
         self._forward_seen = False  # the module's own forward was called
+        self._late: list[ParameterState] = []  # whose updates ran only when backward began
         if options.clips:
             self.early_clipping = EarlyClipping(options, self._steps, self._lock, self._use_gradients)
         self._handles = self._gradients.install(self)
@@ -167,10 +167,11 @@ class Session(SessionBase):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._gradients.release()
         if self._module_buffers is not None:
             self._module_buffers.release()
-        self._states.release()  # any reference of ours to a view would look like one of the program's
+        parameter_state.release(self._states)
+        self._states.clear()
+        self._table.release()  # any reference of ours to a view would look like one of the program's
         try:
             self.buffers.move_out()  # needs memory
         finally:
@@ -185,15 +186,13 @@ class Session(SessionBase):
         with self._lock:
             updating = self._steps.updating
             if updating:  # by this thread, since it has the lock
-                tensors = [each for each in tensors if self._states.of(each) not in updating]
+                tensors = [each for each in tensors if self._table.of(each) not in updating]
                 if not tensors:
                     return
             used: list[ParameterState] = []
-            if torch._C._current_graph_task_id() != -1:
-                self._gradients.note_sent()
             for tensor in tensors:
                 changing = self._steps.parameters_changing(tensor)
-                used += [self._states.of(tensor)] if changing is None else changing
+                used += [self._table.of(tensor)] if changing is None else changing
             due = [state for state in used if state.is_update_due]
             if due:
                 self._steps.stream.on_parameter_read()
@@ -209,14 +208,14 @@ class Session(SessionBase):
 
     def _cause(self, tensor: torch.Tensor) -> Cause:
         """What a use of this tensor is, whose update is due."""
-        state = self._states.of(tensor)
+        state = self._table.of(tensor)
         if state is None:
             return Cause.STATE
         return Cause.GRADIENTS_AFTER_STEP if tensor is state.visible_grad else Cause.PARAMETERS
 
     def zero_later(self, tensor: torch.Tensor) -> bool:
         with self._lock:
-            state = self._states.of(tensor)
+            state = self._table.of(tensor)
             if state is None or not state.is_update_due or tensor is not state.visible_grad:
                 return False
             state.zero_after_update = True
@@ -228,7 +227,7 @@ class Session(SessionBase):
         if zeroing and not self._steps.updating:
             return
         with self._lock:
-            state = self._states.of(tensor)
+            state = self._table.of(tensor)
             if state is not None and state.locally_unused is not None and not zeroing:
                 self.resolve([tensor])
 
@@ -260,7 +259,8 @@ class Session(SessionBase):
             self.stop_watching_reads()
             self._warn_if_forward_unseen()
             # As far as gradcast saw, forward has not read these. If it has after all, their gradients show it.
-            for state in self._steps.due:
+            self._late += self._steps.due
+            for state in self._late:
                 state.updated_late = True
             self._steps.on_backward_begin()
             # On a device, forward ends for the ranks when all that it reads has arrived.
@@ -455,4 +455,6 @@ class Session(SessionBase):
 
     def _forget_late_updates(self) -> None:
         """What forward reads from now on is up to date."""
-        extension.load().change_fields(self._states, "updated_late", (True, False), False)
+        for state in self._late:
+            state.updated_late = False
+        self._late.clear()

@@ -1,7 +1,7 @@
 """Gradients that have arrived: ``.grad`` becomes what the ranks agree on, also where this rank has not used the
 parameter.
 
-Thread safety: under the session's lock; ``count_frozen`` also from autograd's threads.
+Thread safety: under the session's lock.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state
 from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
-from gradcast.training.step.parameter_state import LocallyUnused, ParameterState, ParameterStates
+from gradcast.training.step.parameter_state import LocallyUnused, ParameterState
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.weights import StepWeights
 
@@ -20,47 +20,44 @@ _LONG_FROZEN_STEPS = 64
 
 
 class ArrivedGradients:
-    """``long_frozen``: ids of parameters that have been frozen on all ranks for many steps in a row."""
+    """The gradients of ``states`` that have arrived."""
 
     def __init__(
-        self, states: ParameterStates, buffers: GradientBuffers, weights: StepWeights, consistency: RankConsistency
+        self, states: list[ParameterState], buffers: GradientBuffers, weights: StepWeights, consistency: RankConsistency
     ) -> None:
         self._states, self._buffers, self._weights, self._consistency = states, buffers, weights, consistency
-        self.long_frozen: set[int] = set()
+
+    @property
+    def long_frozen(self) -> set[int]:
+        """Ids of parameters that have been frozen on all ranks for many steps in a row."""
+        return {id(each.parameter) for each in self._states if each.frozen_steps >= _LONG_FROZEN_STEPS}
 
     def settle(self, states: list[ParameterState]) -> None:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
         gradients have arrived."""
-        native = extension.load()
         self._consistency.on_arrival(states[0].index)
         self.finish(states)
-        unused = native.with_field(states, "locally_unused", None, False)
+        unusual = extension.load().unusual(states)
+        unused = [state for state in unusual if state.locally_unused is not None]
         for state, usage in zip(unused, self._buffers.usage([state.index for state in unused]), strict=True):
             locally_unused, state.locally_unused = state.locally_unused, None
-            self.count_frozen(state, usage)
+            state.frozen_steps = state.frozen_steps + 1 if usage is Usage.FROZEN else 0
             if usage is not Usage.USED:
                 state.copy_due = False
                 self._restore(state, locally_unused)
-        for state in native.with_field(states, "copy_due", True):
+        for state in unusual:
             self.copy_arrived(state)
         parameter_state.arrive(states)
 
     def finish(self, states: Sequence[ParameterState]) -> None:
         """Makes the sums in the buffer the mean. REQUIRES: these gradients have arrived."""
-        self._weights.finish(extension.load().fields(states, "index"))
+        self._weights.finish(extension.load().indices_of(states))
 
     def copy_arrived(self, state: ParameterState) -> None:
         """Copies the sum into a ``.grad`` that lies apart from the buffer. REQUIRES: this gradient has arrived."""
         if state.copy_due:
             state.copy_due = False
             _copy(self._buffers.views[state.index], into=state.visible_grad)
-
-    def count_frozen(self, state: ParameterState, usage: Usage) -> None:
-        state.frozen_steps = state.frozen_steps + 1 if usage is Usage.FROZEN else 0
-        if state.frozen_steps == _LONG_FROZEN_STEPS:
-            self.long_frozen.add(id(state.parameter))
-        elif state.frozen_steps == 0:
-            self.long_frozen.discard(id(state.parameter))
 
     def _restore(self, state: ParameterState, locally_unused: LocallyUnused) -> None:
         """No rank has used the parameter: its ``.grad`` is the one of before the step."""
@@ -77,7 +74,7 @@ class ArrivedGradients:
         for state in [state for state in states if state.index in apart] if apart else ():
             if state.parameter.grad is not state.visible_grad:
                 state.update_grad = None
-                self._states.set_visible_grad(state, None)
+                state.visible_grad = None
 
 
 def _copy(value: torch.Tensor, into: torch.Tensor) -> None:

@@ -148,7 +148,6 @@ class NormClipping(pending.Owner):
         if self.norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
             parameters = [state.parameter for state in states]
             self._certificate = ClipCertificate(parameters, self._max_norm, self.norm_type, world_size, options.wire)
-        self._sent: dict[int, torch.Tensor] = {}  # by parameter: the norm of what this rank sends
         self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of what has arrived
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
@@ -161,21 +160,13 @@ class NormClipping(pending.Owner):
 
     # --- Sending ---
 
-    def on_sent(self, state: ParameterState) -> None:
-        """The gradient is in its view, and does not travel yet."""
-        self._sent[state.index] = torch.linalg.vector_norm(self._buffers.views[state.index], self.norm_type)
-
-    def take_norms(self, indices: Sequence[int], norms: Sequence[torch.Tensor]) -> None:
-        """The norms of gradients whose hooks have computed them before they were sent."""
-        self._sent |= zip(indices, norms, strict=True)
-
-    def write_norms(self) -> None:
-        """Writes the norms of what this rank sends into the buffer. REQUIRES: all have been sent."""
-        norms = torch.stack([self._sent[state.index] for state in self._states])
+    def write_norms(self, sent: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Writes the norms of what this rank sends into the buffer. ``sent``: of each gradient, by parameter."""
+        by_index = dict(sent)
+        norms = torch.stack([by_index[state.index] for state in self._states])
         self._buffers.views[self.index][:-1].copy_(norms)
         self._buffers.views[self.index][-1].fill_(float(self.asks_for_plan))
         self.asks_for_plan = False
-        self._sent.clear()
 
     @property
     def any_asks_for_plan(self) -> bool:

@@ -29,7 +29,7 @@ class EarlyClipping:
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:
         """Whether these are all that the options clip together; None if they are others. Values of some parameters may
         be clipped before those of others, so any of them count as all."""
-        found = [self._states.of(parameter) for parameter in parameters]
+        found = [self._gradients.table.of(parameter) for parameter in parameters]
         known = [state for state in found if state is not None]
         if not known:
             return None
@@ -54,7 +54,7 @@ class EarlyClipping:
             if isinstance(clipping, ValueClipping):
                 clipping.asked = True
                 return None
-            found = [self._states.of(parameter) for parameter in parameters]
+            found = [self._gradients.table.of(parameter) for parameter in parameters]
             return clipping.ask([each for each in found if each is not None], self._finish, refuse_nonfinite)
 
     def _clip_now(self, parameters: Sequence[torch.Tensor], refuse_nonfinite: bool) -> torch.Tensor | None:

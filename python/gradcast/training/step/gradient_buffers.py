@@ -227,10 +227,9 @@ class GradientBuffers(GradientSizes):
         flat = self.flats[self.buffer_of[index]]
         self.views[index] = _view(flat, self.offsets[index], self.parameters[index])
 
-    def is_kept(self, known: Sequence[list[torch.Tensor | None]]) -> bool:
-        """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite.
-        ``known``: what else of ours refers to views, by parameter."""
-        held = extension.load().any_view_held(self.views, self.parameters, list(known))
+    def is_kept(self) -> bool:
+        """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite."""
+        held = extension.load().any_view_held(self.views, self.parameters)
         return held or not self.are_in_place(None)
 
     def keep_apart(self, indices: Iterable[int]) -> None:

@@ -29,10 +29,10 @@ _WAIT_SLICE_NS = 100_000_000
 class GradientExchange:
     """``buffers``: what travels. ``profile``, ``plan``: in force. ``order``: of the buffers: tensor k of the profile is
     the gradient of parameter ``order[k]``. ``places``: by parameter, the index of its tensor, its buffer, and the bytes
-    there that are written with its gradient. ``around_lay_out``: put around each change of the buffers' layout."""
+    there that are written with its gradient. ``table``: a GradientTable that hands gradients over, if there is one."""
 
-    def __init__(self, buffers: GradientBuffers, group: Group, options: Options) -> None:
-        self.buffers = buffers
+    def __init__(self, buffers: GradientBuffers, group: Group, options: Options, table: Any = None) -> None:
+        self.buffers, self._table = buffers, table
         self._on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
         self.wire = options.wire
         self.form = exchange_form(group.hosts, options.wire, on_device=self._on_device)
@@ -45,7 +45,6 @@ class GradientExchange:
         self.places: list[tuple[int, int, int, int]] = []
         self.profile: _core.Profile | None = None
         self.plan: _core.Plan | None = None
-        self.around_lay_out: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self._arrivals_seen = 0
         self._has_begun = False
         self._deadline_s: float | None = None
@@ -67,8 +66,7 @@ class GradientExchange:
         ``wait_until_idle``."""
         self.wait_until_idle()
         before = list(self.buffers.flats)
-        with self.around_lay_out():
-            self.buffers.lay_out(order)
+        self.buffers.lay_out(order)
         if self._on_device:
             self._transport.forget_ranges()
         for buffer, (old, new) in enumerate(zip(before, self.buffers.flats, strict=True)):
@@ -79,11 +77,18 @@ class GradientExchange:
         places = enumerate(self.buffers.layout)
         by_parameter = {self.order[k]: (k, each.buffer, each.lo_bytes, each.end_bytes) for k, each in places}
         self.places = [by_parameter[index] for index in range(len(order))]
+        self.views_changed()
 
-    def hooks(self, norm_type: float | None, on_gradient: Callable[[int], None], on_view: Callable[[int], None]) -> Any:
-        """Hooks that hand gradients over as ``ready`` does, but without Python (accumulation_hooks.h)."""
-        make = extension.load().AccumulationHooks
-        return make(self._engine.sink, self._transport, norm_type, on_gradient, on_view)
+    def views_changed(self) -> None:
+        """The table follows the buffers' views."""
+        if self._table is not None:
+            self._table.follow_layout(self.buffers.views, self.places)
+
+    def install_hooks(
+        self, norm_type: float | None, on_gradient: Callable[[int], None], on_placed: Callable[[int], None]
+    ) -> None:
+        """Hooks that hand gradients over as ``ready`` does, but without Python (gradient_table.h)."""
+        self._table.install(self._engine.sink, self._transport, norm_type, on_gradient, on_placed)
 
     def _set_groups(self) -> None:
         for buffer, residual in self.buffers.residuals.items():

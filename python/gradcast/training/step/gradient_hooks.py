@@ -1,8 +1,7 @@
 """From autograd to the network: each gradient goes into the buffer and is pending until it has arrived.
 
-In an ordinary step the hooks do that in C++ for each gradient but the first (accumulation_hooks.h). Their views are
-pending from the first one on, and the rest is made up for when backward ends, for all at once. What is not ordinary
-comes to ``_on_gradient``, gradient by gradient.
+Hooks in C++ do that (gradient_table.h). Python is called for the first gradient of a pass, which opens the step, where
+backward ends, and for what is not ordinary: ``_on_gradient``.
 
 Meanwhile ``.grad`` is the view of the buffer; or, for a gradient that the program keeps, the tensor that autograd has
 made, into which the sum is copied when it arrives (gradient_buffers.py, "apart").
@@ -15,7 +14,6 @@ Thread safety: hooks run on autograd's threads, one backward pass at a time; eve
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,15 +25,12 @@ from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.arrived_gradients import ArrivedGradients
 from gradcast.training.step.clipping import NormClipping
-from gradcast.training.step.gradient_buffers import Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_listener import ForwardPass, Listener
 from gradcast.training.step.module_buffers import ModuleBuffers
 from gradcast.training.step.parameter_state import (
     LocallyUnused,
     ParameterState,
-    ParameterStates,
-    Phase,
     second_gradient,
     stale_read,
     used_inside_backward,
@@ -62,14 +57,15 @@ class _BackwardEnd:
 
 
 class GradientHooks:
-    """The gradients of a session, whose ``states``, ``exchange``, ``weights`` and ``clipping`` these are.
+    """The gradients of a session, with its ``table`` (a GradientTable), ``exchange``, ``weights`` and ``clipping``.
 
     ``open``: gradients of a step exist that no optimizer has taken yet. ``values_used``: the program has read them.
     """
 
     def __init__(
         self,
-        states: ParameterStates,
+        states: list[ParameterState],
+        table: Any,
         exchange: GradientExchange,
         weights: StepWeights,
         clipping: NormClipping | None,
@@ -77,10 +73,11 @@ class GradientHooks:
         consistency: RankConsistency,
     ) -> None:
         """``module_buffers``: those that travel with the gradients."""
-        self.states, self.exchange, self.weights, self.clipping = states, exchange, weights, clipping
+        self.states, self.table = states, table
+        self.exchange, self.weights, self.clipping = exchange, weights, clipping
         self._buffers, self._module_buffers = exchange.buffers, module_buffers
         self._tensor_count = len(states) + sum(each is not None for each in (clipping, module_buffers))
-        self._sent_count = 0
+        self._others_sent = 0  # of this step, beside the gradients
         # Autograd's task ids of outermost backward passes:
         self._task = _NO_TASK  # the one that runs, if its end is awaited
         self._open_task = _NO_TASK  # the one that has made the open gradients
@@ -93,7 +90,6 @@ class GradientHooks:
         self._backward_thread: int | None = None  # of the backward pass that makes the open gradients
         # Of forward passes since the last backward pass: the module that was called, and its graph.
         self._graphs: list[tuple[nn.Module, weakref.ref]] = []
-        self._places: list[Any] = []  # what the hooks know of the layout
         self.open = False
         self.values_used = False
         self.arrived = ArrivedGradients(states, exchange.buffers, weights, consistency)
@@ -102,20 +98,15 @@ class GradientHooks:
         """Hooks every parameter. Returns the handles that remove the hooks."""
         self._listener = weakref.ref(listener)  # a parameter must not keep its session alive
         norm_type = None if self.clipping is None else self.clipping.norm_type
-        self._hooks = self.exchange.hooks(norm_type, WeakHook(self._on_gradient), WeakHook(self._on_view))
-        self._hooks.install([state.parameter for state in self.states])
-        return [self._hooks]
-
-    def release(self) -> None:
-        """After the hooks are removed: they keep the buffers."""
-        del self._hooks
+        self.exchange.install_hooks(norm_type, WeakHook(self._on_gradient), WeakHook(self._on_placed))
+        return [self.table]
 
     def before_forward(self) -> None:
         """Finds post-accumulate hooks of the program, whenever those were registered. They run before ours: they see
         this rank's gradient, as with DDP, and may keep it."""
         for state in self._hooked_by_program:
             state.forward_version = None
-        found = [self.states[index] for index in self._hooks.refresh()]
+        found = self.table.refresh()
         # Once the program has removed its hooks, {} remains; None, if they are C++.
         self._hooked_by_program = [each for each in found if each.parameter._post_accumulate_grad_hooks != {}]
         self._buffers.keep_apart(state.index for state in self._hooked_by_program)
@@ -146,7 +137,7 @@ class GradientHooks:
         """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
         apart = self._buffers.apart
         native = extension.load()
-        if not native.hold_gradients(native.fields(states, "parameter"), native.fields(states, "visible_grad")):
+        if not native.hold_visible(states):
             return False
         return self._buffers.are_in_place(None if not apart else [e.index for e in states if e.index not in apart])
 
@@ -159,7 +150,6 @@ class GradientHooks:
 
     def wait_for_all(self) -> None:
         """Waits until all gradients of this step have arrived, after sending those that backward has not made."""
-        self.note_sent()
         if not self.all_sent:
             self.refuse_inside_backward()
             if self.is_backward_on_another_thread():
@@ -168,7 +158,7 @@ class GradientHooks:
                     "it after backward"
                 )
             # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
-            failed = bool(extension.load().with_field(self.states, "phase", Phase.IDLE))
+            failed = bool(self._idle())
             if failed:
                 self.listener.on_backward_failure()
             self._send_missing(failed=failed)
@@ -183,7 +173,7 @@ class GradientHooks:
     @property
     def all_sent(self) -> bool:
         """False after a backward pass that has failed."""
-        return self._sent_count == self._tensor_count
+        return self.table.sent_count + self._others_sent == self._tensor_count
 
     @property
     def is_in_backward(self) -> bool:
@@ -226,7 +216,6 @@ class GradientHooks:
 
     def _on_gradient(self, index: int) -> None:
         state = self.states[index]
-        self.note_sent()
         if state.is_update_due or state.updated_late:
             raise stale_read(state)
         if state.forward_version is not None and state.parameter._version != state.forward_version:
@@ -239,12 +228,11 @@ class GradientHooks:
             if state.parameter._post_accumulate_grad_hooks:
                 raise used_inside_backward(state)
             return  # a function has returned None as this gradient, as if the pass had not reached the parameter
-        if not self.open or state.phase is not Phase.IDLE or self._task != self._open_task:
+        if not self.open or state.phase != extension.load().Phase.IDLE or self._task != self._open_task:
             self._begin_step(state)
             if not self.open:
                 return  # the listener has given the step up
-        self._put_into_buffer(state)
-        self._send(state)
+        self._place(state)
 
     def _begin_step(self, first: ParameterState) -> None:
         if self.open:
@@ -257,8 +245,9 @@ class GradientHooks:
             return
         # On a device, hooks run on a thread of autograd's own, not on the one that has called backward.
         self._backward_thread = threading.get_ident() if first.parameter.is_cpu else self._forward_thread
-        if not self.listener.times_gradients:
-            self._arm()
+        special = self._buffers.apart.union(state.index for state in self._hooked_by_program)
+        # What is sent without Python must not be used before backward has ended.
+        pending.mark(self.table.arm(self._task, list(special), self.weights.scale), self.listener)
 
     def send_nothing(self) -> None:
         """A step without backward on this rank: as a pass that reaches no parameter."""
@@ -283,67 +272,39 @@ class GradientHooks:
             self._keep_accumulated_apart(first)
         counts = first is not None and self.weights.scale != 0
         # A rank that sends nothing is in this pass, too, and is told nothing wrong by the next one.
-        signature = listener.signature(self._hooks.fingerprint(), self._forward() if counts else None)
+        signature = listener.signature(self.table.fingerprint(), self._forward() if counts else None)
         self._buffers.flag_all_used(signature if counts else None)
         self.exchange.on_flags_written()
         parameter_state.begin_step(self.states)
-        self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
+        self.table.begin_step(WeakHook(self._on_timed) if listener.times_gradients else None)
+        self._others_sent, self.open, self.values_used, self._open_task = 0, True, False, self._task
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
             self._send_tensor(self._module_buffers.index, listener, used=True)
 
-    def _arm(self) -> None:
-        """Lets the hooks send what is ordinary in the backward pass that runs."""
-        if self._places is not self.exchange.places:
-            self._places = self.exchange.places
-            self._hooks.follow_layout(self._places, self._buffers.addresses)
-        special = self._buffers.apart.union(state.index for state in self._hooked_by_program)
-        special.update(state.index for state in extension.load().with_field(self.states, "updated_late", True))
-        scale = self.weights.scale
-        if scale == 0:
-            special.update(range(len(self.states)))
-        # What is sent without Python must not be used before backward has ended.
-        pending.mark(self._hooks.arm(self._task, self._buffers.views, list(special), scale), self.listener)
-
-    def _on_view(self, index: int) -> None:
+    def _on_placed(self, index: int) -> None:
         """The hooks are about to send a gradient that was in its view before, and not pending."""
         pending.mark([self._buffers.views[index]], self.listener)
 
-    def note_sent(self, *, ended: bool = False) -> None:
-        """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing."""
-        if ended:
-            self._hooks.disarm()
-        indices, norms = self._hooks.take_sent()
-        if self.clipping is not None:
-            self.clipping.take_norms(indices, norms)
-        if indices:
-            self._enter(indices)
-        if ended:
-            self._clear_unsent()
+    def _on_timed(self, index: int) -> None:
+        self.listener.on_gradient_sent(index, used=self.states[index].locally_unused is None)
 
-    def _enter(self, indices: Sequence[int]) -> None:
-        sent, views, native = self.states, self._buffers.views, extension.load()
-        if len(indices) < len(sent):
-            sent, views = [sent[index] for index in indices], [views[index] for index in indices]
-        native.set_fields(sent, "update_grad", views)
-        for state in native.with_other_field(sent, "visible_grad", views):
-            self.states.set_visible_grad(state, state.update_grad)
-        for state in native.with_field(sent, "frozen_steps", 0, False):
-            self.arrived.count_frozen(state, Usage.USED)
-        self._sent_count += len(sent)
-        parameter_state.depart(sent, None)  # pending already
+    def _idle(self) -> list[ParameterState]:
+        """Parameters that no gradient of this step has been sent of."""
+        native = extension.load()
+        return native.in_phase(self.states, native.Phase.IDLE)
 
     def _clear_unsent(self) -> None:
         """Views of gradients that backward has not made, or not yet, are nobody's, and need not be pending."""
+        self.table.disarm()
         views = self._buffers.views
         if views:  # gradcast may have left the module
-            idle = extension.load().with_field(self.states, "phase", Phase.IDLE)
-            pending.clear([views[state.index] for state in idle])
+            pending.clear([views[state.index] for state in self._idle()])
 
     def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
         ``first``: a gradient that autograd may still hold, because it is about to hand it over."""
         self._checked_task = self._task
-        states = [self.states[index] for index in self._hooks.with_gradient() if index not in self._buffers.apart]
+        states = [state for state in self.table.with_gradient() if state.index not in self._buffers.apart]
         # Reading .grad shows whether the ranks have agreed that there is none.
         found = [state for state in states if state is not first and state.parameter.grad is not None]
         views = self._buffers.views
@@ -361,57 +322,43 @@ class GradientHooks:
         if pending.is_pending(state.visible_grad) and state.parameter.grad is state.visible_grad:
             raise second_gradient(state)
 
-    def _put_into_buffer(self, state: ParameterState) -> None:
-        """Writes the gradient into its view: divided by the number of workers as DDP does it, or weighted."""
-        gradient, scale = state.parameter.grad, self.weights.scale
-        view = self._buffers.views[state.index]
-        pending.clear([view])
-        if not self._buffers.are_in_place([state.index]):
-            self._buffers.renew(state.index)
-            view = self._buffers.views[state.index]
+    def _place(self, state: ParameterState) -> None:
+        """Writes the gradient into its view, divided by the number of workers as DDP does it, or weighted; sends it."""
+        gradient, index = state.parameter.grad, state.index
+        view = self._buffers.views[index]
         if gradient is not view and (gradient.is_sparse or gradient.requires_grad):
             kind = "is sparse" if gradient.is_sparse else "has a graph of its own (create_graph=True)"
             raise refused(f"the gradient of {state.name} {kind}; gradcast needs ordinary gradients")
-        if scale == 0:
-            view.zero_()  # a batch of nothing has NaNs
-        elif gradient is view:
-            view.mul_(scale)
-        else:
-            torch.mul(gradient, scale, out=view)
-        state.copy_due = state.index in self._buffers.apart
-        if not state.copy_due:
-            state.parameter.grad = gradient = view
-        state.update_grad = gradient
-        self.states.set_visible_grad(state, gradient)
-
-    def _send(self, state: ParameterState) -> None:
-        if self.clipping is not None:
-            self.clipping.on_sent(state)
-        listener = self.listener
-        parameter_state.depart([state], listener)
-        if state.locally_unused is None:
-            self.arrived.count_frozen(state, Usage.USED)
-        self._send_tensor(state.index, listener, used=state.locally_unused is None)
+        if not self._buffers.are_in_place([index]):
+            pending.clear([view])
+            self._buffers.renew(index)
+            self.exchange.views_changed()
+            view = self._buffers.views[index]
+        is_apart = index in self._buffers.apart
+        pending.mark([gradient if is_apart else view], self.listener)
+        if not self.table.place(index, self.weights.scale, is_apart):
+            self.exchange.ready(index)  # raises what has failed
 
     def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
-        self._sent_count += 1
+        self._others_sent += 1
         listener.on_gradient_sent(index, used=used)
         self.exchange.ready(index)
 
     def _send_missing(self, *, failed: bool = False) -> None:
         """Sends a substitute for each gradient that backward has not made. ``failed``: the pass has failed."""
         self._clear_unsent()
-        for state in extension.load().with_field(self.states, "phase", Phase.IDLE):
+        for state in self._idle():
             if failed or state.index not in self._used_unsynchronized:
                 self._note_unused(state, failed)
             if state.parameter.grad is None and state.index in self._buffers.apart:
                 state.parameter.grad = torch.zeros_like(state.parameter, requires_grad=False)
             elif state.parameter.grad is None:
                 state.parameter.grad = self._buffers.views[state.index].zero_()
-            self._put_into_buffer(state)
-            self._send(state)
+            self._place(state)
+            if state.locally_unused is not None:  # the parameter may turn out to have no gradient
+                pending.mark([state.parameter], self.listener, gradients_known=False)
         if self.clipping is not None:
-            self.clipping.write_norms()
+            self.clipping.write_norms(self.table.take_norms())
             self._send_tensor(self.clipping.index, self.listener, used=True)
         if self._module_buffers is not None and self._module_buffers.on_backward_end():
             self._send_tensor(self._module_buffers.index, self.listener, used=True)
@@ -428,14 +375,14 @@ class GradientHooks:
         self.exchange.keep_residual(state.index)
 
     def _on_backward_failure(self, task: int) -> None:
-        self.note_sent(ended=True)
+        self._clear_unsent()
         if task == self._task:
             self._task = _NO_TASK
 
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:
             return
-        self.note_sent(ended=True)
+        self._clear_unsent()
         # The pass may have made none of the gradients, while those of an earlier one wait for step().
         has_gradients = self.open and self._ended_task != self._open_task
         if has_gradients:

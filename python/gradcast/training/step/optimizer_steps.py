@@ -336,7 +336,7 @@ class OptimizerSteps:
         update unnoticed."""
         states = self._states_of[number]
         native = extension.load()
-        parameters = native.fields(states, "parameter")
+        parameters = native.parameters_of(states)
         found = native.held_elsewhere(parameters, None, False)
         shared = [position for position in native.foreign_memory(parameters) if parameters[position].is_shared()]
         return [states[position] for position in sorted({*found, *shared})]
@@ -360,7 +360,7 @@ class OptimizerSteps:
         """Leaves all updates of this optimizer due."""
         due, owner = self._states_of[number], self.gradients.listener
         with interrupts.after_this():
-            self._left[number] = dict(zip(extension.load().fields(due, "index"), due, strict=True))
+            self._left[number] = dict(zip(extension.load().indices_of(due), due, strict=True))
             held = self.held(number)
             parameter_state.defer_update(due, owner)
             self._guards[number].guard(due, owner)
@@ -416,13 +416,13 @@ class OptimizerSteps:
         parameter_state.start_update(part, hidden=hidden)
         left, guard = self._left[number], self._guards[number]
         native = extension.load()
-        for index in native.fields(part, "index"):
+        for index in native.indices_of(part):
             del left[index]
         guard.clear(part)
         last = not left
-        parameters = native.fields(part, "parameter")
-        used = native.fields(native.with_field(part, "update_grad", None, False), "parameter")
-        updates = native.fields(part, "update_grad")
+        parameters = native.parameters_of(part)
+        used = native.parameters_of(native.with_update(part))
+        updates = native.updates_of(part)
         partial, comparison = self._partial[number], self._comparisons[number]
         action = functools.partial(partial.run, used, last=last, elsewhere=elsewhere)
         watching: contextlib.AbstractContextManager = contextlib.nullcontext()
@@ -452,7 +452,7 @@ class OptimizerSteps:
             if failure is not None:
                 left.update((state.index, state) for state in part)
                 self._fail(part, failure)
-        for state in native.with_field(part, "zero_after_update", True):
+        for state in [each for each in part if each.zero_after_update]:
             state.zero_after_update = False
             if state.update_grad is not None:
                 state.update_grad.zero_()

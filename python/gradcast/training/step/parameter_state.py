@@ -1,16 +1,16 @@
 """A parameter within a step: the phase that its gradient and its update are in.
 
     phase       meaning                                                      left through
-    IDLE        backward has not reached the parameter in this step          depart()
-    TRAVELLING  the gradient is in the buffer and on its way; the tensor     arrive(), defer_update()
-                in ``.grad`` is pending (pending.py)
+    IDLE        backward has not reached the parameter in this step          GradientTable.place()
+    SENT        the gradient is in the buffer, handed to the engine; the     arrive(), defer_update()
+                tensor in ``.grad`` is pending (pending.py)
     ARRIVED     ``.grad`` is what the ranks agree on, and nothing is         begin_step(), defer_update()
                 pending; also during and after the update (of another thread:
                 pending until that ends)
     UPDATE_DUE  step() was called; the parameter and ``.grad`` are pending   start_update()
                 until the update runs, wherever the gradient is
 
-A step goes IDLE, TRAVELLING, ARRIVED in hook mode, and IDLE, TRAVELLING, UPDATE_DUE, ARRIVED in overlap mode. An update
+A step goes IDLE, SENT, ARRIVED in hook mode, and IDLE, SENT, UPDATE_DUE, ARRIVED in overlap mode. An update
 that fails puts the parameter back into UPDATE_DUE for good, so that every read of it raises.
 
 The sum of an UPDATE_DUE parameter may have arrived or not. What is left to do when it arrives is therefore told by two
@@ -20,8 +20,8 @@ Thread safety: autograd's threads while backward runs, otherwise under the sessi
 """
 
 import dataclasses
-import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,15 +31,6 @@ from gradcast.training.compat import extension
 from gradcast.training.step import pending
 
 _NAMES_SHOWN = 3
-
-
-class Phase(enum.Enum):
-    """See the module docstring."""
-
-    IDLE = enum.auto()
-    TRAVELLING = enum.auto()
-    ARRIVED = enum.auto()
-    UPDATE_DUE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,59 +45,54 @@ class LocallyUnused:
     was_view: bool
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class ParameterState:
-    """A parameter and its gradient in the current step; ``index`` counts the session's parameters."""
+class ParameterState(Protocol):
+    """A parameter and its gradient in the current step. A C++ object of the session's GradientTable.
+
+    ``index``: counts the session's parameters. ``visible_grad``: the tensor that backward has put into ``.grad``: the
+    view of the buffer, or a tensor apart from the buffer. ``update_grad``: what the update uses; None if no rank has
+    used the parameter. ``copy_due``: the sum, when it has arrived, must be copied from the buffer into
+    ``visible_grad``. ``locally_unused``: until the gradient has arrived; None if this rank has used the parameter.
+    ``updated_late``: the update ran only when backward began; a forward pass that has read the parameter after all has
+    read the old value. ``zero_after_update``: zero_grad(set_to_none=False) was called while the update was due.
+    ``frozen_steps``: the last consecutive steps in which the parameter was frozen on all ranks. ``forward_version``:
+    the tensor's version at the end of forward, if the program hooks gradients. ``owned``: what the program's callbacks
+    write after the update: pending as long as the parameter.
+    """
 
     index: int
     name: str
     parameter: nn.Parameter
-    phase: Phase = Phase.IDLE
-    # The tensor that backward has put into .grad: the view of the buffer, or a tensor apart from the buffer.
-    visible_grad: torch.Tensor | None = None
-    update_grad: torch.Tensor | None = None  # what the update uses; None if no rank has used the parameter
-    copy_due: bool = False  # the sum, when it has arrived, must be copied from the buffer into visible_grad
-    locally_unused: LocallyUnused | None = None  # until the gradient has arrived
-    # The update ran only when backward began: if forward has read the parameter after all, it read the old value.
-    updated_late: bool = False
-    zero_after_update: bool = False  # zero_grad(set_to_none=False) was called while the update was due
-    frozen_steps: int = 0  # the last consecutive steps in which the parameter was frozen on all ranks
-    forward_version: int | None = None  # tensor version at the end of forward, if the program hooks gradients
-    owned: tuple[torch.Tensor, ...] = ()  # what the program's callbacks write after the update: pending as long
-
-    @property
-    def is_update_due(self) -> bool:
-        return self.phase is Phase.UPDATE_DUE
+    phase: Any
+    is_update_due: bool
+    visible_grad: torch.Tensor | None
+    update_grad: torch.Tensor | None
+    copy_due: bool
+    locally_unused: LocallyUnused | None
+    updated_late: bool
+    zero_after_update: bool
+    frozen_steps: int
+    forward_version: int | None
+    owned: tuple[torch.Tensor, ...]
 
 
 def begin_step(states: list[ParameterState]) -> None:
-    _enter(Phase.IDLE, states, Phase.IDLE, Phase.ARRIVED)
-
-
-def depart(states: list[ParameterState], owner: pending.Owner | None) -> None:
-    """The gradients are in the buffer. An unused parameter is pending, too: it may turn out to have no gradient.
-    ``owner``: None if they are pending already."""
-    _enter(Phase.TRAVELLING, states, Phase.IDLE)
-    if owner is None:
-        return
-    native = extension.load()
-    pending.mark(native.fields(states, "visible_grad"), owner)
-    unused = native.with_field(states, "locally_unused", None, False)
-    if unused:
-        pending.mark(native.fields(unused, "parameter"), owner, gradients_known=False)
+    phase = extension.load().Phase
+    _enter(phase.IDLE, states, phase.IDLE, phase.ARRIVED)
 
 
 def arrive(states: list[ParameterState]) -> None:
     """The gradients have arrived and are in place. While an update is due, everything stays pending for that."""
-    travelling = extension.load().with_field(states, "phase", Phase.TRAVELLING)
-    _clear(travelling)
-    _enter(Phase.ARRIVED, travelling, Phase.TRAVELLING)
+    native = extension.load()
+    sent = native.in_phase(states, native.Phase.SENT)
+    _clear(sent)
+    _enter(native.Phase.ARRIVED, sent, native.Phase.SENT)
 
 
 def defer_update(states: list[ParameterState], owner: pending.Owner) -> None:
     """``step()`` was called, and the updates run later."""
-    _enter(Phase.UPDATE_DUE, states, Phase.TRAVELLING, Phase.ARRIVED)
-    pending.mark(_tensors(states, gradients=True), owner)
+    phase = extension.load().Phase
+    _enter(phase.UPDATE_DUE, states, phase.SENT, phase.ARRIVED)
+    pending.mark(extension.load().tensors_of(states, gradients=True), owner)
 
 
 def start_update(states: list[ParameterState], *, hidden: bool = False) -> None:
@@ -115,9 +101,10 @@ def start_update(states: list[ParameterState], *, hidden: bool = False) -> None:
     ``hidden``: instead everything stays pending for other threads, ``.grad`` of a parameter included, until
     end_hidden_update().
     """
-    _enter(Phase.ARRIVED, states, Phase.UPDATE_DUE)
+    native = extension.load()
+    _enter(native.Phase.ARRIVED, states, native.Phase.UPDATE_DUE)
     if hidden:
-        pending.ask_for_gradients(extension.load().fields(states, "parameter"))
+        pending.ask_for_gradients(native.parameters_of(states))
     else:
         _clear(states)
 
@@ -128,70 +115,26 @@ def end_hidden_update(states: list[ParameterState]) -> None:
 
 def fail_update(states: list[ParameterState], owner: pending.Owner) -> None:
     """The update has failed, perhaps half-way. ``owner`` raises for every later use of the parameters."""
-    _enter(Phase.UPDATE_DUE, states, Phase.ARRIVED)
-    pending.mark(_tensors(states, gradients=False), owner)
+    phase = extension.load().Phase
+    _enter(phase.UPDATE_DUE, states, phase.ARRIVED)
+    pending.mark(extension.load().tensors_of(states, gradients=False), owner)
 
 
 def release(states: list[ParameterState]) -> None:
     """Nothing waits any more, whatever the phase."""
     _clear(states)
-    _enter(Phase.IDLE, states, *Phase)
+    phase = extension.load().Phase
+    _enter(phase.IDLE, states, *phase.__members__.values())
 
 
-def _enter(phase: Phase, states: list[ParameterState], *before: Phase) -> None:
-    wrong = extension.load().change_fields(states, "phase", before, phase)
+def _enter(phase: Any, states: list[ParameterState], *before: Any) -> None:
+    wrong = extension.load().enter(states, phase, before)
     if wrong is not None:
         raise Error(f"{wrong.name} is {wrong.phase.name} where that cannot be: a defect of gradcast", "internal")
 
 
-def _tensors(states: list[ParameterState], *, gradients: bool) -> list[torch.Tensor | None]:
-    native = extension.load()
-    found = native.fields(states, "parameter")
-    if gradients:
-        found += native.fields(states, "visible_grad")
-    owned = native.fields(states, "owned")
-    return found + [tensor for each in owned for tensor in each] if any(owned) else found
-
-
 def _clear(states: list[ParameterState]) -> None:
-    pending.clear(_tensors(states, gradients=True))
-
-
-class ParameterStates(list[ParameterState]):
-    """All parameters of a session, by index and by the tensors that may be pending for them."""
-
-    def __init__(self, states: Iterable[ParameterState]) -> None:
-        super().__init__(states)
-        self._by_tensor = {id(state.parameter): state for state in self}  # and by visible_grad and owned
-
-    def of(self, tensor: torch.Tensor) -> ParameterState | None:
-        """The parameter whose value or ``visible_grad`` the tensor is, or that the tensor is owned for."""
-        return self._by_tensor.get(id(tensor))
-
-    def set_visible_grad(self, state: ParameterState, tensor: torch.Tensor | None) -> None:
-        """Sets the tensor that backward has put into ``.grad``."""
-        if state.visible_grad is tensor:
-            return
-        self._by_tensor.pop(id(state.visible_grad), None)
-        state.visible_grad = tensor
-        if tensor is not None:
-            self._by_tensor[id(tensor)] = state
-
-    def set_owned(self, state: ParameterState, tensors: tuple[torch.Tensor, ...]) -> None:
-        """REQUIRES: no update is due."""
-        for tensor in state.owned:
-            self._by_tensor.pop(id(tensor), None)
-        state.owned = tensors
-        for tensor in tensors:
-            self._by_tensor[id(tensor)] = state
-
-    def release(self) -> None:
-        """Nothing waits any more, and no parameter or gradient is referred to."""
-        release(self)
-        for state in self:
-            state.visible_grad = state.update_grad = None
-        self._by_tensor.clear()
-        self.clear()
+    pending.clear(extension.load().tensors_of(states, gradients=True))
 
 
 def names(states: Sequence[ParameterState]) -> str:
