@@ -168,10 +168,12 @@ GradientTable::~GradientTable() {
   for (size_t i = 0; i < hooked_.size(); ++i)
     unhook(i);
   release();
-  on_gradient_ = on_placed_ = timed_ = sink_owner_ = py::object();
+  on_gradient_ = on_placed_ = timed_ = py::object();
 }
 
 void GradientTable::release() {
+  on_written_ = nullptr;  // it keeps the buffers, and the capsule the engine
+  sink_owner_ = py::object();
   *views_ = py::list();
   for (const SharedState& state : states_) {
     state->visible_grad.set(py::none());

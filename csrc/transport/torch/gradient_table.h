@@ -71,7 +71,7 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   // Hooks parameters again that have a new node. Returns those that have or had post-accumulate hooks of the program.
   States refresh();
   void remove();  // idempotent
-  // Refers to no parameter and no gradient any more.
+  // Refers to no parameter, no gradient and no engine any more. REQUIRES: remove().
   void release();
 
   // Nothing has been sent in the step that begins. `timed(index)`, if it is not None, is called for each of its gradients

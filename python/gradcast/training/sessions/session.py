@@ -29,6 +29,7 @@ from gradcast.training.measure.step_trace import Stamp, StepRecord
 from gradcast.training.sessions.base import SessionBase
 from gradcast.training.sessions.kinds import Setup
 from gradcast.training.step import parameter_state, pending, residuals
+from gradcast.training.step.backward_passes import NO_TASK
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_listener import ForwardPass
 from gradcast.training.step.module_buffers import WHAT
@@ -144,7 +145,7 @@ class Session(SessionBase):
         self.controller.interrupted = True
         self._steps.complete_all_updates()
         self._reads.completed()
-        if self._gradients.is_in_backward:
+        if self._gradients.passes.running != NO_TASK:
             return False
         if self._gradients.open:
             self._use_gradients()
@@ -370,7 +371,7 @@ class Session(SessionBase):
         with self._lock, self.trace.timed("wait"), pending.not_traced():
             if self._gradients.open and not self._gradients.all_sent:
                 self._gradients.wait_for_all()  # the pass has failed, and other ranks wait for what it has not sent
-            needed = self._gradients.is_backward_expected(module)
+            needed = self._gradients.passes.is_expected(module)
             synchronizing = self.is_synchronizing and torch.is_grad_enabled()
             self._module_buffers.before_forward(module, synchronizing=synchronizing, needed=needed)
 

@@ -12,7 +12,6 @@ says that this rank has not used it. If no rank has, ``.grad`` stays what it was
 Thread safety: hooks run on autograd's threads, one backward pass at a time; everything else under the session's lock.
 """
 
-import threading
 import weakref
 from typing import Any
 
@@ -24,6 +23,7 @@ from gradcast.training.compat import extension, interrupts
 from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.arrived_gradients import ArrivedGradients
+from gradcast.training.step.backward_passes import NO_TASK, BackwardPasses, current
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_listener import ForwardPass, Listener
@@ -37,8 +37,6 @@ from gradcast.training.step.parameter_state import (
 )
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.weights import StepWeights
-
-_NO_TASK = -1  # autograd's task id outside of backward
 
 
 class _BackwardEnd:
@@ -75,21 +73,12 @@ class GradientHooks:
         """``module_buffers``: those that travel with the gradients."""
         self.states, self.table = states, table
         self.exchange, self.weights, self.clipping = exchange, weights, clipping
-        self._buffers, self._module_buffers = exchange.buffers, module_buffers
-        self._tensor_count = len(states) + sum(each is not None for each in (clipping, module_buffers))
+        self._module_buffers = module_buffers
+        self.passes = BackwardPasses()
         self._others_sent = 0  # of this step, beside the gradients
-        # Autograd's task ids of outermost backward passes:
-        self._task = _NO_TASK  # the one that runs, if its end is awaited
-        self._open_task = _NO_TASK  # the one that has made the open gradients
-        self._ended_task = _NO_TASK  # the last one that has ended with gradients
-        self._checked_task = _NO_TASK  # the last one before which accumulated gradients were checked
-        self._through: tuple[int, ForwardPass] | None = None  # a backward pass, and the forward pass that it belongs to
+        self._checked_task = NO_TASK  # the last one before which accumulated gradients were checked
         self._hooked_by_program: list[ParameterState] = []
         self._used_unsynchronized: set[int] = set()  # parameters used by backward passes inside no_sync()
-        self._forward_thread = threading.get_ident()  # of the last forward pass
-        self._backward_thread: int | None = None  # of the backward pass that makes the open gradients
-        # Of forward passes since the last backward pass: the module that was called, and its graph.
-        self._graphs: list[tuple[nn.Module, weakref.ref]] = []
         self.open = False
         self.values_used = False
         self.arrived = ArrivedGradients(states, exchange.buffers, weights, consistency)
@@ -109,41 +98,27 @@ class GradientHooks:
         found = self.table.refresh()
         # Once the program has removed its hooks, {} remains; None, if they are C++.
         self._hooked_by_program = [each for each in found if each.parameter._post_accumulate_grad_hooks != {}]
-        self._buffers.keep_apart(state.index for state in self._hooked_by_program)
+        self.exchange.buffers.keep_apart(state.index for state in self._hooked_by_program)
 
     def watch_output(self, module: nn.Module, output: Any, forward: ForwardPass) -> None:
-        """Notices the start of backward at what a forward pass of ``module`` has returned, before any gradient exists.
-
-        If backward goes another way (a loss that the module keeps to itself), the first gradient shows it.
-        """
-        if torch._C._current_graph_task_id() == _NO_TASK:
-            self._task, self._backward_thread = _NO_TASK, None  # also if the last backward pass failed
-            self._forward_thread = threading.get_ident()
+        """Notices the start of backward at what a forward pass of ``module`` has returned."""
         for state in self._hooked_by_program:
             state.forward_version = None if state.is_update_due else state.parameter._version
-        hook = WeakHook(self._on_backward_start, forward)
-        with_graph = [tensor for tensor in pending.tensors_in(output) if tensor.grad_fn is not None]
-        for tensor in with_graph:
-            tensor.register_hook(hook)
-        if with_graph:
-            self._graphs.append((module, weakref.ref(hook)))  # lives as long as the graph
-
-    def is_backward_expected(self, module: nn.Module) -> bool:
-        """Whether a forward pass of ``module`` since the last backward pass has left a graph that is still alive."""
-        self._graphs = [each for each in self._graphs if each[1]() is not None]
-        return any(called is module for called, _ in self._graphs)
+        self.passes.watch_output(module, output, WeakHook(self._on_backward_start, forward))
 
     def are_in_place(self, states: list[ParameterState]) -> bool:
         """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
-        apart = self._buffers.apart
+        apart = self.exchange.buffers.apart
         native = extension.load()
         if not native.hold_visible(states):
             return False
-        return self._buffers.are_in_place(None if not apart else [e.index for e in states if e.index not in apart])
+        return self.exchange.buffers.are_in_place(
+            None if not apart else [e.index for e in states if e.index not in apart]
+        )
 
     def refuse_inside_backward(self) -> None:
         """Raises if the backward pass that makes the open gradients calls this, since it would use them too early."""
-        if torch._C._current_graph_task_id() != _NO_TASK and self._task == self._open_task:
+        if self.passes.is_opening:
             raise refused(
                 "a gradient is used inside backward, before those of all parameters exist; use it after backward"
             )
@@ -152,7 +127,7 @@ class GradientHooks:
         """Waits until all gradients of this step have arrived, after sending those that backward has not made."""
         if not self.all_sent:
             self.refuse_inside_backward()
-            if self.is_backward_on_another_thread():
+            if self.passes.is_opening_elsewhere():
                 raise refused(
                     "a gradient is used while another thread is in backward, before those of all parameters exist; use "
                     "it after backward"
@@ -173,29 +148,18 @@ class GradientHooks:
     @property
     def all_sent(self) -> bool:
         """False after a backward pass that has failed."""
-        return self.table.sent_count + self._others_sent == self._tensor_count
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward pass runs whose gradients are sent, on any thread."""
-        return self._task != _NO_TASK
-
-    def is_backward_on_another_thread(self) -> bool:
-        """Whether another thread is in the backward pass of the open gradients, as far as this thread can know."""
-        return self._backward_thread is not None and self._backward_thread != threading.get_ident()
+        others = sum(each is not None for each in (self.clipping, self._module_buffers))
+        return self.table.sent_count + self._others_sent == len(self.states) + others
 
     def forget_unsynchronized(self) -> None:
         self._used_unsynchronized.clear()
 
     def _on_backward_start(self, forward: ForwardPass, _: torch.Tensor) -> None:
-        listener = self.listener
-        task = torch._C._current_graph_task_id()
-        if listener is None or (task == self._task and self._through is not None and self._through[1] == forward):
+        listener, passes = self.listener, self.passes
+        if listener is None or not passes.goes_through(forward):
             return
-        reduces = listener.reduces(forward)
-        if self._through is None or self._through[0] != task or forward.synchronizes:
-            self._through = task, forward
-        if task == self._task:
+        reduces, task = listener.reduces(forward), current()
+        if task == passes.running:
             return
         listener.stop_watching_reads()
         if reduces:
@@ -205,13 +169,8 @@ class GradientHooks:
             # A second backward pass before step(): autograd adds to these gradients, so they must have arrived.
             listener.wait_for_gradients()
 
-    def _forward(self) -> ForwardPass | None:
-        """The forward pass that the backward pass that runs belongs to, if it has come through its output."""
-        running = self._task, torch._C._current_graph_task_id()
-        return self._through[1] if self._through is not None and self._through[0] in running else None
-
     def _await_end(self, task: int) -> None:
-        self._task = task
+        self.passes.running = task
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self, task))
 
     def _on_gradient(self, index: int) -> None:
@@ -220,7 +179,7 @@ class GradientHooks:
             raise stale_read(state)
         if state.forward_version is not None and state.parameter._version != state.forward_version:
             raise used_inside_backward(state)
-        if not self.listener.reduces(self._forward()):
+        if not self.listener.reduces(self.passes.forward):
             self._refuse_travelling(state)
             self._used_unsynchronized.add(state.index)
             return
@@ -228,7 +187,8 @@ class GradientHooks:
             if state.parameter._post_accumulate_grad_hooks:
                 raise used_inside_backward(state)
             return  # a function has returned None as this gradient, as if the pass had not reached the parameter
-        if not self.open or state.phase != extension.load().Phase.IDLE or self._task != self._open_task:
+        is_idle = state.phase == extension.load().Phase.IDLE
+        if not self.open or not is_idle or self.passes.running != self.passes.opened:
             self._begin_step(state)
             if not self.open:
                 return  # the listener has given the step up
@@ -238,52 +198,51 @@ class GradientHooks:
         if self.open:
             self._refuse_travelling(first)
             self.listener.wait_for_gradients()
-        if self._task == _NO_TASK:
-            self._await_end(torch._C._current_graph_task_id())
+        if self.passes.running == NO_TASK:
+            self._await_end(current())
         self._open_step(first)
         if not self.open:
             return
-        # On a device, hooks run on a thread of autograd's own, not on the one that has called backward.
-        self._backward_thread = threading.get_ident() if first.parameter.is_cpu else self._forward_thread
-        special = self._buffers.apart.union(state.index for state in self._hooked_by_program)
+        self.passes.opened_at(first.parameter)
+        special = self.exchange.buffers.apart.union(state.index for state in self._hooked_by_program)
         # What is sent without Python must not be used before backward has ended.
-        pending.mark(self.table.arm(self._task, list(special), self.weights.scale), self.listener)
+        pending.mark(self.table.arm(self.passes.running, list(special), self.weights.scale), self.listener)
 
     def send_nothing(self) -> None:
         """A step without backward on this rank: as a pass that reaches no parameter."""
         if self.open:
             self.listener.wait_for_gradients()
-        self._task = self._ended_task = _NO_TASK
+        self.passes.running = self.passes.ended = NO_TASK
         with torch.no_grad():
             self._keep_accumulated_apart()
             self._open_step()
             self._send_missing()
-            self._backward_thread = None
+            self.passes.end()
             self.listener.on_backward_end()
 
     def _open_step(self, first: ParameterState | None = None) -> None:
         """Opens a step. ``first``: its first gradient."""
         listener = self.listener
         listener.on_backward_begin()
-        self._graphs.clear()
+        self.passes.open()
         if not listener.sends:
             return  # what failed is reported, and no gradient of this step travels
-        if self._task != self._checked_task:
+        if self.passes.running != self._checked_task:
             self._keep_accumulated_apart(first)
         counts = first is not None and self.weights.scale != 0
         # A rank that sends nothing is in this pass, too, and is told nothing wrong by the next one.
-        signature = listener.signature(self.table.fingerprint(), self._forward() if counts else None)
-        self._buffers.flag_all_used(signature if counts else None)
+        signature = listener.signature(self.table.fingerprint(), self.passes.forward if counts else None)
+        self.exchange.buffers.flag_all_used(signature if counts else None)
         self.exchange.on_flags_written()
         parameter_state.begin_step(self.states)
         self.table.begin_step(WeakHook(self._on_timed) if listener.times_gradients else None)
-        self._others_sent, self.open, self.values_used, self._open_task = 0, True, False, self._task
+        self._others_sent, self.open, self.values_used = 0, True, False
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
             self._send_tensor(self._module_buffers.index, listener, used=True)
 
     def _on_placed(self, index: int) -> None:
         """The hooks are about to send a gradient that was in its view before, and not pending."""
-        pending.mark([self._buffers.views[index]], self.listener)
+        pending.mark([self.exchange.buffers.views[index]], self.listener)
 
     def _on_timed(self, index: int) -> None:
         self.listener.on_gradient_sent(index, used=self.states[index].locally_unused is None)
@@ -296,24 +255,24 @@ class GradientHooks:
     def _clear_unsent(self) -> None:
         """Views of gradients that backward has not made, or not yet, are nobody's, and need not be pending."""
         self.table.disarm()
-        views = self._buffers.views
+        views = self.exchange.buffers.views
         if views:  # gradcast may have left the module
             pending.clear([views[state.index] for state in self._idle()])
 
     def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
         ``first``: a gradient that autograd may still hold, because it is about to hand it over."""
-        self._checked_task = self._task
-        states = [state for state in self.table.with_gradient() if state.index not in self._buffers.apart]
+        self._checked_task = self.passes.running
+        states = [state for state in self.table.with_gradient() if state.index not in self.exchange.buffers.apart]
         # Reading .grad shows whether the ranks have agreed that there is none.
         found = [state for state in states if state is not first and state.parameter.grad is not None]
-        views = self._buffers.views
+        views = self.exchange.buffers.views
         # A conversion of the module (.double(), .to()) gives .grad other memory. As with DDP it stays the same tensor.
         in_views = [state.index for state in found if state.parameter.grad is views[state.index]]
-        self._buffers.keep_apart(index for index in in_views if not self._buffers.are_in_place([index]))
+        self.exchange.buffers.keep_apart(index for index in in_views if not self.exchange.buffers.are_in_place([index]))
         found = [state for state in found if state.parameter.grad is not views[state.index]]
         kept = extension.load().held_elsewhere([state.parameter.grad for state in found], 0, True) if found else []
-        self._buffers.keep_apart(found[position].index for position in kept)
+        self.exchange.buffers.keep_apart(found[position].index for position in kept)
 
     def _refuse_travelling(self, state: ParameterState) -> None:
         """Raises if autograd has just added to a gradient that travels."""
@@ -325,16 +284,16 @@ class GradientHooks:
     def _place(self, state: ParameterState) -> None:
         """Writes the gradient into its view, divided by the number of workers as DDP does it, or weighted; sends it."""
         gradient, index = state.parameter.grad, state.index
-        view = self._buffers.views[index]
+        view = self.exchange.buffers.views[index]
         if gradient is not view and (gradient.is_sparse or gradient.requires_grad):
             kind = "is sparse" if gradient.is_sparse else "has a graph of its own (create_graph=True)"
             raise refused(f"the gradient of {state.name} {kind}; gradcast needs ordinary gradients")
-        if not self._buffers.are_in_place([index]):
+        if not self.exchange.buffers.are_in_place([index]):
             pending.clear([view])
-            self._buffers.renew(index)
+            self.exchange.buffers.renew(index)
             self.exchange.views_changed()
-            view = self._buffers.views[index]
-        is_apart = index in self._buffers.apart
+            view = self.exchange.buffers.views[index]
+        is_apart = index in self.exchange.buffers.apart
         pending.mark([gradient if is_apart else view], self.listener)
         if not self.table.place(index, self.weights.scale, is_apart):
             self.exchange.ready(index)  # raises what has failed
@@ -350,10 +309,10 @@ class GradientHooks:
         for state in self._idle():
             if failed or state.index not in self._used_unsynchronized:
                 self._note_unused(state, failed)
-            if state.parameter.grad is None and state.index in self._buffers.apart:
+            if state.parameter.grad is None and state.index in self.exchange.buffers.apart:
                 state.parameter.grad = torch.zeros_like(state.parameter, requires_grad=False)
             elif state.parameter.grad is None:
-                state.parameter.grad = self._buffers.views[state.index].zero_()
+                state.parameter.grad = self.exchange.buffers.views[state.index].zero_()
             self._place(state)
             if state.locally_unused is not None:  # the parameter may turn out to have no gradient
                 pending.mark([state.parameter], self.listener, gradients_known=False)
@@ -365,31 +324,32 @@ class GradientHooks:
         self._used_unsynchronized.clear()
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:
-        gradient, view = state.parameter.grad, self._buffers.views[state.index]
+        gradient, view = state.parameter.grad, self.exchange.buffers.views[state.index]
         was_view = gradient is view
         state.locally_unused = LocallyUnused(view.clone() if was_view else gradient, was_view)
         if failed:
-            self._buffers.flag_failed(state.index)
+            self.exchange.buffers.flag_failed(state.index)
         else:
-            self._buffers.flag_unused(state.index, frozen=not state.parameter.requires_grad)
+            self.exchange.buffers.flag_unused(state.index, frozen=not state.parameter.requires_grad)
         self.exchange.keep_residual(state.index)
 
     def _on_backward_failure(self, task: int) -> None:
         self._clear_unsent()
-        if task == self._task:
-            self._task = _NO_TASK
+        if task == self.passes.running:
+            self.passes.running = NO_TASK
 
     def _on_backward_end(self, task: int) -> None:
-        if task != self._task:
+        passes = self.passes
+        if task != passes.running:
             return
         self._clear_unsent()
         # The pass may have made none of the gradients, while those of an earlier one wait for step().
-        has_gradients = self.open and self._ended_task != self._open_task
+        has_gradients = self.open and passes.ended != passes.opened
         if has_gradients:
-            self._ended_task = self._open_task
+            passes.ended = passes.opened
             self._send_missing()
-        self._task = _NO_TASK  # not before: a signal handler completes what no pass runs for
+        passes.running = NO_TASK  # not before: a signal handler completes what no pass runs for
         if not has_gradients:
             return
-        self._backward_thread = None
+        passes.end()
         self.listener.on_backward_end()

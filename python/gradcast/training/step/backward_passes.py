@@ -1,0 +1,94 @@
+"""Backward passes: which one runs, which one has made the open gradients, and which forward pass each belongs to.
+
+Autograd numbers outermost backward passes: ``task``. NO_TASK stands for none.
+
+Thread safety: autograd's threads, one backward pass at a time; otherwise under the session's lock.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradcast.training.compat.module_hooks import WeakHook
+from gradcast.training.step import pending
+from gradcast.training.step.gradient_listener import ForwardPass
+
+NO_TASK = -1  # autograd's number outside of backward
+
+
+class BackwardPasses:
+    """``running``: the pass that runs, if its end is awaited. ``opened``: the one that has made the open gradients.
+    ``ended``: the last one that has ended with gradients."""
+
+    def __init__(self) -> None:
+        self.running = self.opened = self.ended = NO_TASK
+        self._through: tuple[int, ForwardPass] | None = None  # a pass, and the forward pass that it belongs to
+        self._forward_thread = threading.get_ident()  # of the last forward pass
+        self._opening_thread: int | None = None  # of the pass that makes the open gradients
+        # Of forward passes since the last backward pass: the module that was called, and its graph.
+        self._graphs: list[tuple[nn.Module, weakref.ref]] = []
+
+    def watch_output(self, module: nn.Module, output: Any, on_start: WeakHook) -> None:
+        """A forward pass of ``module`` has returned this. ``on_start`` is called before backward makes any gradient.
+
+        If backward goes another way (a loss that the module keeps to itself), the first gradient shows it.
+        """
+        if current() == NO_TASK:
+            self.running, self._opening_thread = NO_TASK, None  # also if the last backward pass failed
+            self._forward_thread = threading.get_ident()
+        with_graph = [tensor for tensor in pending.tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in with_graph:
+            tensor.register_hook(on_start)
+        if with_graph:
+            self._graphs.append((module, weakref.ref(on_start)))  # lives as long as the graph
+
+    def is_expected(self, module: nn.Module) -> bool:
+        """Whether a forward pass of ``module`` since the last backward pass has left a graph that is still alive."""
+        self._graphs = [each for each in self._graphs if each[1]() is not None]
+        return any(called is module for called, _ in self._graphs)
+
+    def goes_through(self, forward: ForwardPass) -> bool:
+        """Notes that the current pass comes through the output of this forward pass. False if that is known."""
+        task = current()
+        if task == self.running and self._through is not None and self._through[1] == forward:
+            return False
+        if self._through is None or self._through[0] != task or forward.synchronizes:
+            self._through = task, forward
+        return True
+
+    @property
+    def forward(self) -> ForwardPass | None:
+        """The forward pass that the current pass belongs to, if it has come through its output."""
+        is_known = self._through is not None and self._through[0] in (self.running, current())
+        return self._through[1] if is_known else None
+
+    def open(self) -> None:
+        """The pass that runs makes the open gradients."""
+        self.opened = self.running
+        self._graphs.clear()
+
+    def opened_at(self, first: nn.Parameter) -> None:
+        """``first``: the first parameter with a gradient. On a device, hooks run on a thread of autograd's own, not on
+        the one that has called backward."""
+        self._opening_thread = threading.get_ident() if first.is_cpu else self._forward_thread
+
+    def end(self) -> None:
+        """The pass that makes the open gradients has ended."""
+        self._opening_thread = None
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether this is called inside the pass that makes the open gradients."""
+        return current() != NO_TASK and self.running == self.opened
+
+    def is_opening_elsewhere(self) -> bool:
+        """Whether another thread is in the pass that makes the open gradients, as far as this thread can know."""
+        return self._opening_thread is not None and self._opening_thread != threading.get_ident()
+
+
+def current() -> int:
+    """The task of the backward pass that this thread is in."""
+    return torch._C._current_graph_task_id()
