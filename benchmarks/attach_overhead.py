@@ -56,7 +56,7 @@ def round_ratios() -> dict[str, float]:
             training.step(batch)
     for training in pair:
         training.close()
-    warmup_steps = gradcast.Options().warmup_steps
+    warmup_steps = gradcast.Planning().warmup_steps
     spans = {"during the warm-up": slice(1, warmup_steps), "after the warm-up": slice(warmup_steps, None)}
     return {
         name: statistics.median(attached.steps_ms[span]) / statistics.median(plain.steps_ms[span])

@@ -3,7 +3,7 @@
     python -m benchmarks.clipping_run [--hosts 2] [--rate 200mbit] [--rounds 40] [-o docs/images/clipping.png]
 
 The small GPT of examples/char_gpt.py with AdamW on hosts with slow links (root, iproute2): one copy under DDP with
-``clip_grad_norm_``, one in overlap mode with ``Options(max_grad_norm=1.0)``, from the same parameters and on the same
+``clip_grad_norm_``, one in overlap mode with ``Options(clip=Clip(norm=1.0))``, from the same parameters and on the same
 texts, in turns of 8 steps. The first step of each turn is trained, but not timed. What is logged goes to standard
 error.
 """
@@ -42,7 +42,7 @@ class Copy(Training):
             super().__init__(task, ddp_alone(module), optimizer)
             self.before_step = lambda: nn.utils.clip_grad_norm_(module.parameters(), _MAX_NORM)
         else:
-            options = gradcast.Options(max_grad_norm=_MAX_NORM)
+            options = gradcast.Options(clip=gradcast.Clip(norm=_MAX_NORM))
             super().__init__(task, module, optimizer, gradcast.attach(module, optimizer, options=options))
         self.times_ms: list[list[float]] = []  # by turn
         # After each turn: the share of the last steps that were certified, and whether the steps follow DDP's plan.

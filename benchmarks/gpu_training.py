@@ -68,7 +68,7 @@ class Training:
         if mode == "ddp":
             self.model = DistributedDataParallel(self.module)
         else:
-            chosen = gradcast.Options(**{"adapt": False, "warmup_steps": 3} | options)
+            chosen = gradcast.Options(**{"plan": gradcast.Planning(adapt=False, warmup_steps=3)} | options)
             self.handle = gradcast.attach(self.module, self.sgd if mode == "overlap" else None, options=chosen)
 
     def step(self, inputs: torch.Tensor) -> torch.Tensor:

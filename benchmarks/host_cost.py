@@ -51,7 +51,8 @@ class Training:
             self.module = DistributedDataParallel(self.module)
         elif kind != "plain":
             given = self.optimizer if kind == "overlap" else None
-            self.handle = gradcast.attach(self.module, given, options=gradcast.Options(plan=plan))
+            options = gradcast.Options(plan=gradcast.Planning(file=plan))
+            self.handle = gradcast.attach(self.module, given, options=options)
         self._batch = torch.randn(1, _WIDTH)
 
     def turn_us(self, steps: int = _TURN_STEPS) -> float:

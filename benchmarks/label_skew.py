@@ -1,4 +1,4 @@
-"""Local steps whose number gradcast chooses (``Options(sync_every="auto")``), on data that are sorted by label.
+"""Local steps whose number gradcast chooses (``LocalSteps(every="auto")``), on data that are sorted by label.
 
     python -m benchmarks.label_skew [--epochs 40] [--seeds 5] [--refresh PAGE]
 
@@ -54,13 +54,9 @@ def train(skew: int, seed: int, epochs: int, *, local: bool) -> dict[str, Any]:
     own = shares_of(targets[:-_HELD_OUT], skew, chance)[dist.get_rank()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if local:
-        options = gradcast.Options(
-            sync_every="auto",
-            evaluate=accuracy,
-            evaluate_metric="accuracy",
-            evaluate_batch=(images[own], targets[own]),
-        )
-        handle = gradcast.attach(model, optimizer, options=options)
+        batch = images[own], targets[own]
+        steps = gradcast.LocalSteps("auto", evaluate=accuracy, evaluate_metric="accuracy", evaluate_batch=batch)
+        handle = gradcast.attach(model, optimizer, options=gradcast.Options(local=steps))
     called = model if local else DistributedDataParallel(model)
     steps, every = 0, []  # H at the end of each epoch
     for _ in range(epochs):

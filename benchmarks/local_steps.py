@@ -34,7 +34,7 @@ _COMPUTE_MS = 40.0
 _STEPS_MIN = 40  # that are measured of each training
 _PLAIN_STEPS = 12
 _REPEATS = 5  # of the communication of a round
-_FORMS = {"streamed": {}, "blocking": {"outer_overlap": 0}}
+_FORMS = {"streamed": {}, "blocking": {"overlap": 0}}
 
 
 def communication_ms(block_bytes: list[int]) -> float:
@@ -64,7 +64,7 @@ def whole_rounds(
     module = task.module()
     optimizer = task.optimizer(module)
     handle = gradcast.attach(module, optimizer, process_group=group, options=options)
-    every = options.sync_every
+    every = options.local.every
     training = Training(task, module, optimizer)
     training.train(2 * every)  # the first sends nothing
     count = every * -(-_STEPS_MIN // every)
@@ -75,7 +75,7 @@ def whole_rounds(
 
 def local(task: Task, every: int, form: str, alone: dist.ProcessGroup) -> dict[str, Any]:
     """``alone``: a group of this rank."""
-    options = gradcast.Options(sync_every=every, **_FORMS[form])
+    options = gradcast.Options(local=gradcast.LocalSteps(every, **_FORMS[form]))
     handle, compute_ms, _ = whole_rounds(task, options, alone)
     handle.detach()
     handle, step_ms, sent = whole_rounds(task, options, None)

@@ -167,11 +167,11 @@ def attached(run: dict[str, Any], module: nn.Module, optimizer: torch.optim.Opti
     """What the program calls, and the handle, None for stock DDP."""
     if run["outer"] == _DDP and run["wire"] == "fp32":
         return nn.parallel.DistributedDataParallel(module), None
-    options = {"wire": run["wire"]}
+    local = None
     if run["outer"] != _DDP:
-        options |= {"sync_every": run["every"], "outer": run["outer"], "outer_overlap": run["overlap"]}
-        options |= {name: run[name] for name in ("outer_lr", "outer_momentum") if name in run}
-    return module, gradcast.attach(module, optimizer, options=gradcast.Options(**options))
+        lr, momentum = run.get("outer_lr"), run.get("outer_momentum")
+        local = gradcast.LocalSteps(run["every"], outer=run["outer"], lr=lr, momentum=momentum, overlap=run["overlap"])
+    return module, gradcast.attach(module, optimizer, options=gradcast.Options(wire=run["wire"], local=local))
 
 
 def step_s(run: dict[str, Any]) -> float:

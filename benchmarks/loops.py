@@ -34,7 +34,7 @@ from gradcast.units import format_bandwidth
 _BASE = "overlap"  # with which the others are compared
 _LARGE_EVERY, _LARGE_FACTOR = 5, 8  # with max-norm: gradients that are clipped
 _OPTIONS: dict[str, Any] = {}  # of all variants, by the command line
-_SETTLING_STEPS = gradcast.Options().warmup_steps + CALIBRATION_STEPS + 4
+_SETTLING_STEPS = gradcast.Planning().warmup_steps + CALIBRATION_STEPS + 4
 
 
 def _ddp(task: Task, module: nn.Module) -> Training:
@@ -82,7 +82,7 @@ def _max_norm(task: Task, module: nn.Module) -> Training:
     module.gradients = _SometimesLarge(module.gradients)
     # The ranks' gradients are independent, so the bound of their mean's norm is the norm of one rank's.
     usual_norm = GRADIENT_SIZE * math.sqrt(sum(parameter.numel() for parameter in module.parameters()))
-    return _overlap(task, module, max_grad_norm=1.5 * usual_norm)
+    return _overlap(task, module, clip=gradcast.Clip(norm=1.5 * usual_norm))
 
 
 class _UnseenLayer(nn.Module):
@@ -154,7 +154,7 @@ def facts_of(training: Training) -> dict[str, Any]:
 def train(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """One rank."""
     if args.steady:
-        _OPTIONS["adapt"] = False
+        _OPTIONS["plan"] = gradcast.Planning(adapt=False)
     profile = with_fields(gradcast.load_profile(args.model), world_size=args.hosts)
     task = make_task(Settings(profile.name, profile.to_json(), scale_size=args.scale_size), dist.get_rank())
     if dist.get_rank() == 0:

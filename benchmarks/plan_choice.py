@@ -36,7 +36,7 @@ from gradcast.training.plan.expectation import StepVariation, typical_step
 
 _GRADIENT_BYTES = 6e6
 _BACKWARD_NS, _FORWARD_NS = 200e6, 100e6
-_SETTLING_STEPS = gradcast.Options().warmup_steps + CALIBRATION_STEPS + 4
+_SETTLING_STEPS = gradcast.Planning().warmup_steps + CALIBRATION_STEPS + 4
 _PLANS = ("for medians", "for the steps")
 
 
@@ -53,7 +53,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def started(task: Task, scatter: float, plan: str | None = None) -> Training:
     """A copy of the model; a stand-in has another speed in each step."""
-    training, chance = attached(task, plan=plan), random.Random(dist.get_rank())
+    training, chance = attached(task, plan=gradcast.Planning(file=plan)), random.Random(dist.get_rank())
 
     def change_speed() -> None:
         task.device.factor = max(0.5, chance.gauss(1.0, scatter))

@@ -39,7 +39,7 @@ class Copy(Training):
         module = task.module()
         optimizer = torch.optim.SGD(module.parameters(), lr=_LEARNING_RATE, momentum=0.9)
         # The plan that the warm-up leads to, to the end: a try of another one would be a step of another kind.
-        options = gradcast.Options(wire=wire, adapt=False)
+        options = gradcast.Options(wire=wire, plan=gradcast.Planning(adapt=False))
         super().__init__(task, module, optimizer, gradcast.attach(module, optimizer, options=options))
 
     def facts(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def train(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
     for wire in in_turns([*WIRE_SHARES], rounds):
         copy = copies[wire]
         times_ms = copy.turn(steps)
-        counted = copy.step_count - gradcast.Options().warmup_steps - 1
+        counted = copy.step_count - gradcast.Planning().warmup_steps - 1
         copy.times_ms += times_ms[-counted:] if counted > 0 else []
         if dist.get_rank() == 0:
             print(f"{wire}, step {copy.step_count}: loss {copy.losses[-1]:.3f}", flush=True)

@@ -32,19 +32,24 @@ from gradcast.files import load_profile
 if TYPE_CHECKING:
     from gradcast.diagnosis.context import doctor
     from gradcast.snapshots import BalancedBatchSampler, ResumableLoader, ResumableSampler, Snapshots, resume
-    from gradcast.training import Handle, HookState, Options, attach, comm_hook, verify
+    from gradcast.training import Handle, HookState, attach, comm_hook, verify
+    from gradcast.training.options import Clip, LocalSteps, Nccl, Options, Planning, Watch
 
 __all__ = [
     "BalancedBatchSampler",
     "Block",
     "Bound",
+    "Clip",
     "Error",
     "Handle",
     "HookState",
     "LinkModel",
     "LinkPiece",
+    "LocalSteps",
+    "Nccl",
     "Options",
     "Plan",
+    "Planning",
     "Profile",
     "ResumableLoader",
     "ResumableSampler",
@@ -52,6 +57,7 @@ __all__ = [
     "Tensor",
     "Timeline",
     "UsageError",
+    "Watch",
     "__version__",
     "attach",
     "bound",
@@ -66,7 +72,9 @@ __all__ = [
 ]
 
 # These need torch, which the commands and the core do without: imported when first asked for.
-_TRAINING = dict.fromkeys(("Handle", "HookState", "Options", "attach", "comm_hook", "verify"), "gradcast.training")
+_TRAINING = dict.fromkeys(("Handle", "HookState", "attach", "comm_hook", "verify"), "gradcast.training")
+_OPTIONS = ("Clip", "LocalSteps", "Nccl", "Options", "Planning", "Watch")
+_TRAINING |= dict.fromkeys(_OPTIONS, "gradcast.training.options")
 _TRAINING["doctor"] = "gradcast.diagnosis.context"
 _SNAPSHOTS = ("BalancedBatchSampler", "ResumableLoader", "ResumableSampler", "Snapshots", "resume")
 _TRAINING |= dict.fromkeys(_SNAPSHOTS, "gradcast.snapshots")

@@ -1,4 +1,4 @@
-"""How many steps ranks make between averages, ``Options(sync_every="auto")``: as many as skewed data allow.
+"""How many steps ranks make between averages, ``LocalSteps(every="auto")``: as many as skewed data allow.
 
 After SkewScout ("The Non-IID Data Quagmire of Decentralized Machine Learning", ICML 2020, arXiv 1910.00189, section 7):
 hill climbing, a step at a time, on the sum of what skewed data cost in accuracy and what averages cost in bytes. There

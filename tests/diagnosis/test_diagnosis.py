@@ -155,7 +155,7 @@ def test_local_steps_are_listed_where_fewer_bits_are_not_enough():
     assert "changes the algorithm" in found.title
     assert "arXiv 2311.08105" in found.title
     every = local_rounds.suggested_every(slow, slow.link)
-    assert f"sync_every={every}" in found.how
+    assert f"LocalSteps({every})" in found.how
     assert found.predicted_ms == pytest.approx((slow.forward_ns + slow.backward_ns) / MS, rel=0.3)
     assert found.speedup > 3 * by_key(situation(slow))["wire"].speedup
 

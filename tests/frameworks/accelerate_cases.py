@@ -32,7 +32,7 @@ def train(
     model, optimizer, loader, scheduler = accelerator.prepare(watch.of(module), optimizer, loader, scheduler)
     handle = attach(model, optimizer) if attach is not None else None
     if takes_over:
-        handle = gradcast_accelerate.attach(accelerator, model, optimizer, options=options(max_grad_norm=clip))
+        handle = gradcast_accelerate.attach(accelerator, model, optimizer, options=options(clip=gradcast.Clip(clip)))
     norms = []
     for _ in range(EPOCHS):
         for inputs, targets in loader:
@@ -58,7 +58,7 @@ def register(model: nn.Module, _) -> None:
 
 
 def clipping(model: nn.Module, optimizer: Any) -> gradcast.Handle:
-    return gradcast.attach(model, optimizer, options=options(max_grad_norm=CLIPPED_NORM))
+    return gradcast.attach(model, optimizer, options=options(clip=gradcast.Clip(CLIPPED_NORM)))
 
 
 def refused(watch: Watch) -> nn.Module:

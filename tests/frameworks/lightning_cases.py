@@ -209,8 +209,8 @@ def with_fabric(watch: Watch, *, gradcast_clips=False, **clip) -> torch.nn.Modul
     model, optimizer = fabric.setup(watch.of(module), optimizer)
     loader = fabric.setup_dataloaders(DataLoader(small_data(BATCHES), BATCH))
     if gradcast_clips:
-        limit = {"max_grad_norm": clip["max_norm"]} if "max_norm" in clip else {"max_grad_value": clip["clip_val"]}
-        handle = gradcast_fabric.attach(fabric, model, optimizer, options=options(**limit))
+        limit = gradcast.Clip(norm=clip.get("max_norm"), value=clip.get("clip_val"))
+        handle = gradcast_fabric.attach(fabric, model, optimizer, options=options(clip=limit))
     norms = []
     for _ in range(EPOCHS):
         for inputs, targets in loader:
@@ -225,6 +225,7 @@ def with_fabric(watch: Watch, *, gradcast_clips=False, **clip) -> torch.nn.Modul
     return module
 
 
+CLIP = gradcast.Clip(CLIPPED_NORM)
 FABRIC = {
     f"fabric {kind} {who}": functools.partial(with_fabric, gradcast_clips=who == "taken over", **clip)
     for kind, clip in {"norm": {"max_norm": CLIPPED_NORM}, "value": {"clip_val": 0.01}}.items()
@@ -251,7 +252,7 @@ CASES = cases_of(train, KINDS, {"stock": None, "hook": callback(False), "overlap
     "again stock": fitted_again,
     "again hook": functools.partial(fitted_again, attach=callback(False)),
     "again overlap": functools.partial(fitted_again, attach=callback(True)),
-    "clipped inside": functools.partial(train, attach=AttachCallback(options=options(max_grad_norm=CLIPPED_NORM))),
+    "clipped inside": functools.partial(train, attach=AttachCallback(options=options(clip=CLIP))),
 }
 CASES |= FABRIC
 

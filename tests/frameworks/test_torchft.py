@@ -98,7 +98,7 @@ def test_what_is_refused_and_one_replica_alone():
         "optimizer": "all gradients have to be there by then",
         "wire": "options.wire is 'bf16', and with torchft",
         "weight": "options.weight is 'samples', and with torchft",
-        "clips": "options.max_grad_norm clips inside step()",
+        "clips": "options.clip clips inside step()",
         "disabled": "GRADCAST_DISABLE is set",
         "ddp": "the module holds a DistributedDataParallel",
         "inside ddp": "something else waits for the gradient of 0.weight",

@@ -101,7 +101,8 @@ def replica(job, number, start):
     model, sgd = make_model(job, seed=start)
     manager = make_manager(job.lighthouse, model, sgd, number, mode=job.mode, waits=job.waits)
     if job.how == "gradcast":
-        handle, trained = attach(manager, model, options=gradcast.Options(warmup_steps=3)), model
+        options = gradcast.Options(plan=gradcast.Planning(warmup_steps=3))
+        handle, trained = attach(manager, model, options=options), model
     else:
         handle, trained = None, DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, sgd)
@@ -259,7 +260,7 @@ def alone(job):
     refused("optimizer", attach, manager, model, sgd)
     refused("wire", attach, manager, model, options=gradcast.Options(wire="bf16"))
     refused("weight", attach, manager, model, options=gradcast.Options(weight="samples"))
-    refused("clips", attach, manager, model, options=gradcast.Options(max_grad_norm=1.0))
+    refused("clips", attach, manager, model, options=gradcast.Options(clip=gradcast.Clip(norm=1.0)))
     os.environ["GRADCAST_DISABLE"] = "1"
     refused("disabled", attach, manager, model)
     del os.environ["GRADCAST_DISABLE"]

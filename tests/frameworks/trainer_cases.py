@@ -167,7 +167,7 @@ KINDS = {
     "clipped": {"max_grad_norm": CLIPPED_NORM},
     "bf16": {"max_grad_norm": 0.0, "bf16": True},
 }
-CLIPPING = functools.partial(AttachCallback, options=options(max_grad_norm=CLIPPED_NORM))
+CLIPPING = functools.partial(AttachCallback, options=options(clip=gradcast.Clip(CLIPPED_NORM)))
 
 
 def disagreeing(watch: Watch) -> GPT2LMHeadModel:

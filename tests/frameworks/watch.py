@@ -19,7 +19,7 @@ EPOCHS, BATCHES, BATCH = 2, 6, 4
 
 
 def options(**more: Any) -> gradcast.Options:
-    return gradcast.Options(adapt=False, warmup_steps=WARMUP_STEPS, **more)
+    return gradcast.Options(plan=gradcast.Planning(adapt=False, warmup_steps=WARMUP_STEPS), **more)
 
 
 def small_model() -> nn.Sequential:

@@ -234,9 +234,11 @@ def _wrapping(program: Program) -> str:
             dist.broadcast(each.data, 0)"""
     else:
         wrap = f"    nonlocal syncing\n    ddp = syncing = {ddp}\n    return {wrapped}"
-    settings = f"adapt={program.adapt}, warmup_steps=3" + (", compare_every=2" if "compares" in program.tags else "")
+    settings = f"plan=gradcast.Planning(adapt={program.adapt}, warmup_steps=3)"
+    settings += ", compare_every=2" if "compares" in program.tags else ""
     settings += ", split_compiled=True" if "compiled" in program.wrapper and program.seed % 2 else ""
-    clips = "    if side == 'overlap':\n        settings['max_grad_norm'] = 0.5" if program.max_grad_norm else ""
+    clip = "    if side == 'overlap':\n        settings['clip'] = gradcast.Clip(norm=0.5)"
+    clips = clip if program.max_grad_norm else ""
     # rewrap() works before the next forward pass, which is where gradcast begins again: DDP sends the buffers there.
     return f"""
 syncing = None
@@ -311,7 +313,7 @@ def closure():
 loss = optimizer.step(closure)
 for each in optimizers[1:]:
     each.step()""".lstrip()
-    # What max_grad_norm does inside of step() in overlap mode, the other sides do themselves.
+    # What clip does inside of step() in overlap mode, the other sides do themselves.
     clip = "if side != 'overlap':\n    nn.utils.clip_grad_norm_(model.parameters(), 0.5)"
     return _lines(_passes(program), _at(program, "between"), clip if program.max_grad_norm else "", _stepping(program))
 

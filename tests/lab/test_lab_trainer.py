@@ -1,5 +1,6 @@
 """One model of ``gradcast dev lab train``, in one of the ways that are compared."""
 
+import gradcast
 from training.needs import torch
 
 
@@ -40,7 +41,7 @@ def test_each_of_ddps_variants_has_connections_of_its_own(ranks):
 def turns(rank):
     from gradcast.lab.trainer import attached
 
-    training, called = attached(line(), warmup_steps=3), []
+    training, called = attached(line(), plan=gradcast.Planning(warmup_steps=3)), []
     training.before_step = lambda: called.append("before")
     training.after_step = lambda: called.append("after")
     times_ms = training.turn(3)

@@ -18,7 +18,7 @@ MODES = ("hook", "overlap")
 # A file name; each rank adds lines to one of its own, with its number at the end.
 NOTES_VARIABLE = "GRADCAST_PEERS_NOTES"
 # Few steps are measured, since a test has few: the others follow a plan.
-OPTIONS = gradcast.Options(warmup_steps=3, adapt=False)
+OPTIONS = gradcast.Options(plan=gradcast.Planning(warmup_steps=3, adapt=False))
 
 
 def note(event: str, text: str = "") -> None:

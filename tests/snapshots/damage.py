@@ -40,12 +40,12 @@ class Training:
         if self.handle is not None:
             self.handle.detach()
         if self.is_local:
-            options = gradcast.Options(sync_every=5, outer_overlap=2)
+            options = gradcast.Options(local=gradcast.LocalSteps(5, overlap=2))
             self.handle = gradcast.attach(self.module, self.optimizer, options=options)
 
     def take_snapshots(self, folder: Path, steps: int, every: int) -> None:
         if self.handle is None:
-            options = gradcast.Options(warmup_steps=3, adapt=False)
+            options = gradcast.Options(plan=gradcast.Planning(warmup_steps=3, adapt=False))
             self.handle = gradcast.attach(self.module, self.optimizer, options=options)
         extra = {"scheduler": self.scheduler}
         snapshots = self.handle.snapshots(folder, every=every, loader=self.loader, extra=extra)

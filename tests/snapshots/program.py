@@ -58,9 +58,9 @@ def train(
     step = gradcast.resume(folder, module, optimizer, loader, extra) or 0 if mode != "local" else None
     # Blocks of a few elements, so that a forward pass waits for updates one after the other.
     small = {"policy": "p3", "policy_parameters": {"slice_elements": 150}}
-    options = gradcast.Options(warmup_steps=3, adapt=False, **small)
+    options = gradcast.Options(plan=gradcast.Planning(warmup_steps=3, adapt=False, **small))
     if mode == "local":
-        options = gradcast.Options(sync_every=5, outer_overlap=2)
+        options = gradcast.Options(local=gradcast.LocalSteps(5, overlap=2))
     handle = gradcast.attach(module, None if mode == "hook" else optimizer, options=options)
     if step is None:
         step = gradcast.resume(folder, module, optimizer, loader, extra) or 0

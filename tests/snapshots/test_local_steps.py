@@ -14,11 +14,11 @@ from training.needs import torch
 from training.pool import on_ranks
 
 FORMS = {
-    "blocking": {"outer_overlap": 0},
-    "streamed": {"outer_overlap": 3},
-    "mean": {"outer_overlap": 2, "outer": "average"},
-    "int8": {"outer_overlap": 3, "wire": "int8"},
-    "blocking int8": {"outer_overlap": 0, "wire": "int8"},
+    "blocking": {"overlap": 0},
+    "streamed": {"overlap": 3},
+    "mean": {"overlap": 2, "outer": "average"},
+    "int8": {"overlap": 3, "wire": "int8"},
+    "blocking int8": {"overlap": 0, "wire": "int8"},
 }
 END = 19
 
@@ -31,11 +31,11 @@ def digest(module, optimizer, handle):
     return program.digest({"model": module.state_dict() | rounds, "optimizer": entries})
 
 
-def begin(**options):
+def begin(wire="fp32", **local):
     resuming.resumed.clear()
     module = net(0)
     optimizer = adamw(module)
-    return module, optimizer, attach(module, optimizer, **{"warmup_steps": 6, "adapt": True, "sync_every": 5} | options)
+    return module, optimizer, attach(module, optimizer, wire=wire, local=gradcast.LocalSteps(5, **local))
 
 
 def run(rank, folder, end, *, every=2, ends=False, **options):
@@ -118,14 +118,14 @@ def test_what_resume_refuses(rank, tmp_path):
     module = net(0)
     optimizer, found = adamw(module), []
     resume = functools.partial(gradcast.resume, tmp_path / "local", module, optimizer)
-    found += not_refused(resume, "gradcast.attach() with options.sync_every")
+    found += not_refused(resume, "gradcast.attach() with options.local")
     plain = attach(module, optimizer, "hook")
     plain.snapshots(tmp_path / "plain", every=1, optimizer=optimizer)
     train(module, optimizer, 0, 0)
     plain.detach()
     module, optimizer, handle = begin()
     resume = functools.partial(gradcast.resume, tmp_path / "plain", module, optimizer)
-    found += not_refused(resume, "leave options.sync_every out")
+    found += not_refused(resume, "leave options.local out")
     handle.detach()
     return found
 
@@ -194,7 +194,7 @@ def test_a_buffer_that_no_state_dict_has_goes_on(rank, tmp_path):
             torch.manual_seed(1)
             module = WithHidden()
             optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            handle = attach(module, optimizer, warmup_steps=6, adapt=True, sync_every=5, outer_overlap=0)
+            handle = attach(module, optimizer, local=gradcast.LocalSteps(5, overlap=0))
             first = gradcast.resume(folder, module, optimizer) or 0
             snapshots = handle.snapshots(folder, every=3)
             for step in range(first, end):
@@ -209,7 +209,7 @@ def test_a_buffer_that_no_state_dict_has_goes_on(rank, tmp_path):
 
 @on_ranks(2)
 def test_a_forward_pass_of_the_global_copy_takes_no_snapshot(rank, tmp_path):
-    module, optimizer, handle = begin(outer_overlap=3)
+    module, optimizer, handle = begin(overlap=3)
     snapshots = handle.snapshots(tmp_path, every=7)
     for step in range(8):
         train(module, optimizer, rank.index, step)
@@ -218,7 +218,7 @@ def test_a_forward_pass_of_the_global_copy_takes_no_snapshot(rank, tmp_path):
         if step == 6:
             own = {name: each.clone() for name, each in module.state_dict().items()}
     handle.detach()
-    module, optimizer, handle = begin(outer_overlap=3)
+    module, optimizer, handle = begin(overlap=3)
     step = gradcast.resume(tmp_path, module, optimizer)
     found = [name for name, each in module.state_dict().items() if not torch.equal(each, own[name])]
     handle.detach()

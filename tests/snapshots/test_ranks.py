@@ -1,6 +1,7 @@
 """Snapshots of two ranks that do not do the same, and of trainings that do more than plain steps."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ import gradcast
 from gradcast import _core
 from gradcast.snapshots import reading, resuming, store, writer, writing
 from snapshots import program
-from training.attached import error_of, heard, hosts_of
+from training.attached import attach, error_of, heard, hosts_of, planning
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -54,7 +55,7 @@ def train(
         extra["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
     gradcast.resume(folder, module, made, extra=extra)
     place, digests = extra["place"], {}
-    options = gradcast.Options(warmup_steps=3, adapt=False, policy="p3", wire=wire, max_grad_norm=clip)
+    options = gradcast.Options(plan=planning("p3"), wire=wire, clip=gradcast.Clip(norm=clip))
     handle = gradcast.attach(module, made if mode == "overlap" else None, options=options)
     snapshots = handle.snapshots(folder, every=2, extra=extra, optimizer=None if mode == "overlap" else made)
     while place.at < end:
@@ -101,15 +102,14 @@ def two_layers():
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 
 
-def begun(rank, folder, resumes=False, options=None, **named):
+def begun(rank, folder, resumes=False, plan=None, **named):
     """A module and its optimizer with snapshots, and what makes a step."""
     resuming.resumed.clear()
     module = two_layers()
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     if resumes:
         assert gradcast.resume(folder, module, optimizer) is None
-    options = {"warmup_steps": 3} | (options or {})
-    handle = gradcast.attach(module, optimizer, options=gradcast.Options(**options))
+    handle = attach(module, optimizer, plan=plan or planning(adapt=True))
 
     def step():
         module(torch.full((2, 8), float(rank))).sum().backward()
@@ -401,7 +401,7 @@ def with_shares(rank, folder, steps):
     torch.manual_seed(3)
     module = torch.nn.Linear(1, 4)
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
-    handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3, adapt=False))
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(plan=planning()))
     samples = torch.arange(240.0).unsqueeze(1)
     sampler = gradcast.BalancedBatchSampler(samples, handle, 12, every=2)
     loader = gradcast.ResumableLoader(torch.utils.data.DataLoader(samples, batch_sampler=sampler))
@@ -443,7 +443,7 @@ def on_hosts_of_their_own(rank, folder, steps):
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     begins = gradcast.resume(folder, module, optimizer)
     with hosts_of(1):
-        handle = gradcast.attach(module, optimizer, options=gradcast.Options(warmup_steps=3))
+        handle = gradcast.attach(module, optimizer, options=gradcast.Options(plan=planning(adapt=True)))
     snapshots = handle.snapshots(folder, every=1)
     measures = handle.measuring
     for _ in range(steps):
@@ -465,9 +465,9 @@ def test_with_another_number_of_ranks_a_plan_is_there_from_the_first_step(ranks,
 
 @on_ranks(2)
 def test_over_the_network_a_plan_without_a_measured_link_predicts_nothing(rank, tmp_path):
-    options = {"adapt": False}
+    plan = planning()
     with hosts_of(1):
-        handle, snapshots, step = begun(rank.index, tmp_path / "measured", False, options, every=2, over_network=True)
+        handle, snapshots, step = begun(rank.index, tmp_path / "measured", False, plan, every=2, over_network=True)
     predicted = []
     for _ in range(8):
         step()
@@ -479,9 +479,9 @@ def test_over_the_network_a_plan_without_a_measured_link_predicts_nothing(rank, 
     path = tmp_path / f"{rank.index}.json"
     handle.save_plan(path)
     handle.detach()
-    options["plan"] = str(path)
+    plan = dataclasses.replace(plan, file=str(path))
     with hosts_of(1):
-        handle, snapshots, step = begun(rank.index, tmp_path / "pinned", False, options, every=2, over_network=True)
+        handle, snapshots, step = begun(rank.index, tmp_path / "pinned", False, plan, every=2, over_network=True)
     for _ in range(8):
         step()
         snapshots.wait()

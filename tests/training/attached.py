@@ -19,12 +19,19 @@ def hosts_of(ranks_per_host: int) -> Iterator[None]:
         yield
 
 
-def attach(module, optimizer, mode="overlap", process_group=None, **options) -> gradcast.Handle:
-    """In hook mode without the optimizer. ``options``: beside a short warm-up and one plan for good.
+def planning(policy=gradcast.Planning.policy, *, warmup_steps=3, in_flight=1, adapt=False, **parameters):
+    """A short warm-up and one plan for good. ``parameters``: of the policy."""
+    return gradcast.Planning(None, warmup_steps, policy, parameters, in_flight, adapt)
+
+
+def attach(
+    module, optimizer, mode="overlap", process_group=None, *, policy=gradcast.Planning.policy, **options
+) -> gradcast.Handle:
+    """In hook mode without the optimizer. ``policy``: of ``planning()``, if the options name no plan.
 
     With a wire format each rank is on a host of its own, if nothing is said: on one host there is none.
     """
-    chosen = gradcast.Options(**{"adapt": False, "warmup_steps": 3} | options)
+    chosen = gradcast.Options(**({} if "local" in options else {"plan": planning(policy)}) | options)
     optimizer = optimizer if mode == "overlap" else None
     is_untold = chosen.wire != "fp32" and "GROUP_RANK" not in os.environ
     with hosts_of(1) if is_untold else contextlib.nullcontext():

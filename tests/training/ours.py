@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from training import optimizers
-from training.attached import attach
+from training.attached import attach, planning
 from training.models import task_of
 from training.needs import torch
 
@@ -45,7 +45,7 @@ class Ours:
             self.module = nn.parallel.DistributedDataParallel(self.bare, **(ddp_options or {}))
         self.recipe = optimizers.make(optimizer_name, self.bare)
         self.optimizer = self.recipe.optimizer
-        self.warmup_steps = options.setdefault("warmup_steps", 3)
+        self.warmup_steps = options.get("plan", planning()).warmup_steps
         self.handle = attach(self.module, self.optimizer, mode, **options)
         self.followed: list[Followed] = []
 

@@ -19,6 +19,7 @@ import torch
 from torch import distributed, nn
 
 from training import compare
+from training.attached import planning
 from training.bomb import Bomb
 from training.models import TASKS
 from training.threads import threads_named
@@ -228,7 +229,7 @@ def soaks(steps: str, folder: str) -> None:
     ours, theirs = task.module().double(), task.module().double()
     ddp = nn.parallel.DistributedDataParallel(theirs)
     sgds = [torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9) for module in (theirs, ours)]
-    handle = gradcast.attach(ours, sgds[1], options=gradcast.Options(adapt=False, warmup_steps=5, compare_every=50))
+    handle = gradcast.attach(ours, sgds[1], options=gradcast.Options(plan=planning(warmup_steps=5), compare_every=50))
     chance = random.Random(RANK)
     plans, held, largest = [], [], 0.0
     for number in range(int(steps)):

@@ -99,7 +99,7 @@ def test_clipping_inside_stays(rank):
     modules = [task.module() for _ in range(2)]
     theirs = nn.parallel.DistributedDataParallel(modules[0])
     adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
-    handle = attach(modules[1], adams[1], max_grad_norm=0.05)
+    handle = attach(modules[1], adams[1], clip=gradcast.Clip(norm=0.05))
     for number in range(5):
         for forward, adam in ((theirs, adams[0]), (modules[1], adams[1])):
             adam.zero_grad()

@@ -6,7 +6,7 @@ import pytest
 
 import gradcast
 from training import compare
-from training.attached import attach
+from training.attached import attach, planning
 from training.needs import torch
 from training.pool import on_ranks
 from training.sides import DDP, STEPS, differences
@@ -75,8 +75,8 @@ def steps(side, **options):
             with loop.no_sync():
                 loop.loss(number + 50).backward()
         loop.loss(number).backward()
-        if side.name == "ddp" and "max_grad_norm" in options:
-            nn.utils.clip_grad_norm_(nn.ModuleList(loop.modules).parameters(), options["max_grad_norm"])
+        if side.name == "ddp" and "clip" in options:
+            nn.utils.clip_grad_norm_(nn.ModuleList(loop.modules).parameters(), options["clip"].norm)
         loop.optimizer.step()
     return loop.result()
 
@@ -94,7 +94,7 @@ def one_at_a_time(side):
 
 LOOPS = {
     "steps": steps,
-    "a plan for what was measured": lambda side: steps(side, policy=gradcast.Options().policy),
+    "a plan for what was measured": lambda side: steps(side, policy=gradcast.Planning.policy),
     "one at a time": one_at_a_time,
 }
 
@@ -107,7 +107,7 @@ def test_several_modules_give_what_they_give_with_ddp(rank, name, mode):
 
 @on_ranks(2)
 def test_several_modules_are_clipped_together(rank):
-    return differences(rank, lambda side: steps(side, max_grad_norm=0.5), "overlap")
+    return differences(rank, lambda side: steps(side, clip=gradcast.Clip(norm=0.5)), "overlap")
 
 
 @on_ranks(2)
@@ -154,7 +154,7 @@ def test_verify_takes_several(rank):
 def test_one_worker():
     modules = [Encoder(), Contrast()]
     sgd = torch.optim.SGD([p for each in modules for p in each.parameters()], lr=0.1)
-    handle = gradcast.attach(modules, sgd, options=gradcast.Options(warmup_steps=3))
+    handle = gradcast.attach(modules, sgd, options=gradcast.Options(plan=planning(adapt=True)))
     for number in range(5):
         sgd.zero_grad()
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))

@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 
+import gradcast
 from training import compare
-from training.attached import Attached, attach, error_of, not_refused
+from training.attached import Attached, attach, error_of, not_refused, planning
 from training.needs import torch
 from training.ours import Ours
 from training.pool import on_ranks
@@ -82,7 +83,7 @@ def test_another_model_on_one_rank(ranks, name, world_size, mode):
     assert not any(ranks.run(world_size, different_model, name, mode))
 
 
-@pytest.mark.parametrize("what", ["warmup_steps", "mode"])
+@pytest.mark.parametrize("what", ["options.plan.warmup_steps", "mode"])
 @on_ranks(2)
 def test_another_call_on_one_rank(rank, what):
     """With other steps of warm-up the ranks would agree on the plan at different steps. (Which plan it is, rank 0's
@@ -90,8 +91,8 @@ def test_another_call_on_one_rank(rank, what):
     module = nn.Linear(3, 3)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     mode = "overlap" if what == "mode" and rank.index else "hook"
-    warmup_steps = 3 + (rank.index if what == "warmup_steps" else 0)
-    return not_refused_everywhere(lambda: attach(module, sgd, mode, warmup_steps=warmup_steps), what, "rank 1")
+    plan = planning(warmup_steps=3 + (rank.index if what != "mode" else 0))
+    return not_refused_everywhere(lambda: attach(module, sgd, mode, plan=plan), what, "rank 1")
 
 
 @pytest.mark.parametrize("wrong_rank", [0, 1])
@@ -136,11 +137,12 @@ def test_a_step_that_one_rank_leaves_out_raises_on_all(rank, mode, left_out):
     return not_refused(differing, "since its parameters last changed")
 
 
-@pytest.mark.parametrize("name", ["compare_every", "max_grad_norm", "wire"])
+@pytest.mark.parametrize("name", ["compare_every", "clip.norm", "wire"])
 @on_ranks(2)
 def test_options_that_differ_between_ranks(rank, name):
-    values = {"compare_every": (0, 5), "max_grad_norm": (1.0, 2.0), "wire": ("fp32", "bf16")}[name]
-    options = {name: values[rank.index]}
+    values = {"compare_every": (0, 5), "clip.norm": (1.0, 2.0), "wire": ("fp32", "bf16")}[name]
+    own = values[rank.index]
+    options = {"clip": gradcast.Clip(norm=own)} if name == "clip.norm" else {name: own}
     sentence = f"options.{name} is {values[0]} on rank 0 and {values[1]} on rank 1; give all ranks the same"
     return not_refused(lambda: Attached(nn.Linear(2, 2), **options), sentence)
 

@@ -1,14 +1,18 @@
 """Wrong use raises, on every rank, before any number is wrong; the sentence names what is at fault."""
 
 import contextlib
+import copy
+import dataclasses
+import inspect
 import math
+import pickle
 from unittest import mock
 
 import pytest
 
 import gradcast
 from training import compare
-from training.attached import attach, not_refused
+from training.attached import attach, error_of, not_refused
 from training.needs import torch
 from training.ours import Ours
 from training.pool import on_ranks
@@ -145,51 +149,93 @@ def test_attach_refuses(rank, name):
     return found
 
 
+Options, Planning, Clip, Watch = gradcast.Options, gradcast.Planning, gradcast.Clip, gradcast.Watch
+
+
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("group", "settings", "named"),
     [
-        ({"policy": "fastest"}, "fastest"),
-        ({"policy": "p3", "policy_parameters": {"slices": 3}}, "slices"),
-        ({"policy": "dear"}, "dear.*needs other operations"),
-        ({"warmup_steps": 0}, "warmup_steps"),
-        ({"in_flight": "two"}, "in_flight"),
-        ({"timeout_s": -1}, "timeout_s"),
-        ({"wire": "FP16"}, r"^options\.wire is 'FP16'; one of fp32, bf16, fp16, int8 is expected$"),
-        ({"wire": ["bf16"]}, "wire is ..bf16.."),
-        ({"on_alarm": "log"}, "on_alarm is 'log'; a function of an alarm is expected"),
-        ({"grad_norm_type": 1.0}, "without max_grad_norm"),
-        ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "choose one"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
-        ({"max_grad_value": -1}, "max_grad_value is -1"),
-        ({"max_grad_norm": 1.0, "grad_norm_type": 0}, "grad_norm_type is 0"),
-        ({"warmup_steps": 10**9}, "at least 3 and at most 1000 is expected"),
-        ({"in_flight": 10**12}, "at most 1024"),
-        ({"in_flight": None}, "in_flight is None"),
-        ({"timeline_steps": 10**9}, "at most 10000"),
-        ({"compare_every": 10**30}, "at most 1000000"),
-        ({"max_ctas": 65}, "at most 64"),
-        ({"sync_every": 10**9}, "at most 100000"),
-        ({"sync_every": 5, "outer_overlap": 10**9}, "at most 100000"),
-        ({"sync_every": "auto", "evaluate": len, "evaluate_metric": "loss", "sync_every_max": 10**9}, "at most 100000"),
-        ({"timeout_s": 1e300}, "at most 604800"),
-        ({"timeout_s": 10**400}, "at most 604800"),
-        ({"stall_warning_s": 1e9}, "at most 604800"),
-        ({"plan": 5}, "options.plan is 5; a path is expected"),
-        ({"dump_dir": ["/tmp"]}, "dump_dir is .*; a path is expected"),
-        ({"policy_parameters": [1]}, "policy_parameters is .*; numbers by name are expected"),
-        ({"policy": "p3", "policy_parameters": {"slice_elements": "4"}}, "'4' for slice_elements; a number"),
+        (Planning, {"policy": "fastest"}, "options.plan.policy is 'fastest'; .* is expected"),
+        (Planning, {"policy": "p3", "policy_parameters": {"slices": 3}}, "slices"),
+        (Planning, {"policy": "dear"}, "dear.*needs other operations"),
+        (Planning, {"warmup_steps": 0}, "warmup_steps"),
+        (Planning, {"in_flight": "two"}, "in_flight"),
+        (Watch, {"timeout_s": -1}, "timeout_s"),
+        (Options, {"wire": "FP16"}, r"^options\.wire is 'FP16'; fp32, bf16, fp16 or int8 is expected$"),
+        (Options, {"wire": ["bf16"]}, "wire is ..bf16.."),
+        (Options, {"clip": None}, r"^options\.clip is None; a gradcast.Clip is expected$"),
+        (Watch, {"on_alarm": "log"}, "on_alarm is 'log'; a function of an alarm is expected"),
+        (Clip, {"norm_type": 1.0}, "without norm"),
+        (Clip, {"norm": 1.0, "value": 1.0}, "choose one"),
+        (Clip, {"norm": math.nan}, r"^options\.clip\.norm is nan; a number above 0 is expected$"),
+        (Clip, {"value": -1}, "clip.value is -1"),
+        (Clip, {"norm": 1.0, "norm_type": 0}, "norm_type is 0"),
+        (Planning, {"warmup_steps": 10**9}, "at least 3 and at most 1000 is expected"),
+        (Planning, {"in_flight": 10**12}, "at most 1024"),
+        (Planning, {"in_flight": None}, "in_flight is None"),
+        (Watch, {"timeline_steps": 10**9}, "at most 10000"),
+        (Options, {"compare_every": 10**30}, "at most 1000000"),
+        (gradcast.Nccl, {"max_ctas": 65}, "at most 64"),
+        (Watch, {"timeout_s": 10**400}, "at most 604800"),
+        (Watch, {"stall_warning_s": 1e9}, "at most 604800"),
+        (Planning, {"file": 5}, "options.plan.file is 5; a path is expected"),
+        (Watch, {"dump_dir": ["/tmp"]}, "dump_dir is .*; a path is expected"),
+        (Planning, {"policy_parameters": [1]}, "policy_parameters is .*; a dict of numbers is expected"),
+        (Planning, {"policy": "p3", "policy_parameters": {"slice_elements": "4"}}, "'4' for 'slice_elements'; a num"),
     ],
 )
-def test_wrong_options_are_refused_when_they_are_made(options, named):
+def test_wrong_options_are_refused_when_they_are_made(group, settings, named):
     """Not only once the plan is made, minutes later."""
     with pytest.raises(gradcast.Error, match=named) as caught:
-        gradcast.Options(**options)
+        group(**settings)
     assert caught.value.code == "invalid_option"
 
 
 def test_an_unknown_option_is_an_error_that_names_it():
     with pytest.raises(TypeError, match="warm_up"):
-        gradcast.Options(warm_up=3)
+        Options(warm_up=3)
+
+
+FORMER = {
+    "plan=Planning": "plan:file warmup_steps policy policy_parameters in_flight adapt",
+    "clip=Clip": "max_grad_norm:norm grad_norm_type:norm_type max_grad_value:value",
+    "local=LocalSteps": "sync_every:every sync_every_max:every_max evaluate evaluate_metric outer outer_lr:lr "
+    "outer_momentum:momentum outer_overlap:overlap outer_merge:merge inner",
+    "nccl=Nccl": "max_ctas register_buffers",
+    "watch=Watch": "timeout_s stall_warning_s dump_dir timeline_steps on_alarm",
+}
+
+
+@pytest.mark.parametrize("group", FORMER)
+def test_a_former_name_answers_with_the_new_one(group):
+    for former, _, new in (each.partition(":") for each in FORMER[group].split()):
+        answer = "invalid_option", f"options.{former} is now {group}({new or former}=9)"
+        assert error_of(lambda former=former: Options(**{former: 9})) == answer
+        assert error_of(lambda former=former: dataclasses.replace(Options(), **{former: 9})) == answer
+
+
+@pytest.mark.parametrize(
+    ("given", "new"),
+    [
+        ({"max_grad_norm": 1.0, "grad_norm_type": 1.0}, "clip=Clip(norm=1.0, norm_type=1.0)"),
+        ({"sync_every": None, "max_grad_norm": None}, "local=None, clip=Clip()"),
+        (
+            {"sync_every": "auto", "evaluate_batch": torch.ones(2, 2)},
+            "local=LocalSteps(every='auto', evaluate_batch=...)",
+        ),
+    ],
+)
+def test_several_former_names_are_answered_together(given, new):
+    """Also in a pickle of before there were groups."""
+    sentence = " and ".join(f"options.{name}" for name in given) + f" are now {new}"
+    assert error_of(lambda: Options(**given))[1] == sentence
+    assert error_of(lambda: Options.__new__(Options).__setstate__(given))[1] == sentence
+
+
+def test_options_are_pickled_and_their_signature_is_shown():
+    made = Options(clip=Clip(norm=2.0), plan=Planning(in_flight=3))
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
+    assert list(inspect.signature(Options).parameters) == [each.name for each in dataclasses.fields(Options)]
 
 
 @contextlib.contextmanager

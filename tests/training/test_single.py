@@ -44,13 +44,16 @@ def test_one_worker_trains_as_without_gradcast(rank, mode, with_group, optimizer
     return found + compare.optimizers(recipes[1].optimizer, recipes[0].optimizer)
 
 
-def refusal(rank, options):
+def refusal(rank, given):
     """The error of attach or of a step; None if training goes on."""
     task = TASKS["mixed64"]
     module = task.module(seed=0)
     optimizer = optimizers.make("adam plain", module).optimizer
     try:
-        handle = attach(module, optimizer, "overlap", **options)
+        plan = gradcast.Planning(
+            adapt=False, warmup_steps=3, **{name: each for name, each in given.items() if name != "clip"}
+        )
+        handle = attach(module, optimizer, plan=plan, clip=gradcast.Clip(norm=given.get("clip")))
         for number in range(8):
             optimizer.zero_grad()
             task.loss(module, task.batch(rank.index, number)).backward()
@@ -64,11 +67,11 @@ def refusal(rank, options):
 
 
 REFUSED = {
-    "no file": ({"plan": "/no/such"}, "the plan /no/such does not exist"),
-    "no plan": ({"plan": "text.json"}, "is not valid JSON"),
-    "another model": ({"plan": "plain/plan.json"}, "is a plan for another model: only one of the two has"),
-    "another mode": ({"plan": "hook/plan.json"}, "is a plan for hook mode; this training is in overlap mode"),
-    "other tensors": ({"plan": "overlap/plan.json", "max_grad_norm": 1.0}, "only one of the two has gradcast."),
+    "no file": ({"file": "/no/such"}, "the plan /no/such does not exist"),
+    "no plan": ({"file": "text.json"}, "is not valid JSON"),
+    "another model": ({"file": "plain/plan.json"}, "is a plan for another model: only one of the two has"),
+    "another mode": ({"file": "hook/plan.json"}, "is a plan for hook mode; this training is in overlap mode"),
+    "other tensors": ({"file": "overlap/plan.json", "clip": 1.0}, "only one of the two has gradcast."),
     "a parameter": ({"policy": "p3", "policy_parameters": {"slice_elements": -3}}, "slice_elements of policy p3 is -3"),
 }
 
@@ -76,7 +79,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_worker_refuses_what_two_would(ranks, tmp_path, name):
     options, words = REFUSED[name]
-    plan = options.get("plan", "")
+    plan = options.get("file", "")
     if plan == "text.json":
         (tmp_path / plan).write_text("{")
     elif not plan.startswith("/") and plan:
@@ -84,7 +87,7 @@ def test_one_worker_refuses_what_two_would(ranks, tmp_path, name):
         (tmp_path / kind).mkdir()
         task = "plain" if kind == "plain" else "mixed64"
         ranks.run(2, save_plan, str(tmp_path / kind), task, "hook" if kind == "hook" else "overlap")
-    options = options | ({"plan": str(tmp_path / plan)} if plan else {})
+    options = options | ({"file": str(tmp_path / plan)} if plan else {})
     alone, (first, second) = ranks.run(1, refusal, options)[0], ranks.run(2, refusal, options)
     code, sentence = alone
     assert first == alone
@@ -95,5 +98,5 @@ def test_one_worker_refuses_what_two_would(ranks, tmp_path, name):
 def test_one_worker_takes_what_two_follow(ranks, tmp_path):
     """Of a model with module buffers, which are sent with the gradients."""
     ranks.run(2, save_plan, str(tmp_path), "mixed64", "overlap")
-    options = {"plan": str(tmp_path / "plan.json")}
+    options = {"file": str(tmp_path / "plan.json")}
     assert ranks.run(2, refusal, options) + ranks.run(1, refusal, options) == [None] * 3

@@ -1,4 +1,4 @@
-"""How long a step takes with local steps (``Options(sync_every=...)``), which change the algorithm. Pure."""
+"""How long a step takes with local steps (``Options(local=...)``), which change the algorithm. Pure."""
 
 import math
 
@@ -11,7 +11,7 @@ WORTHWHILE_RATIO = 4.0
 KNOWN = (
     "with H = 500 on 8 workers DiLoCo reports language models as good as those of synchronous training (arXiv "
     "2311.08105); data that differs between ranks makes local steps worse (arXiv 1910.00189): "
-    'sync_every="auto" then averages more often'
+    'LocalSteps(every="auto") then averages more often'
 )
 
 

@@ -14,10 +14,10 @@ from gradcast.errors import refused
 _log = logging.getLogger("gradcast")
 
 
-class _OnCall(gradcast.Options):
+class _OnCall(gradcast.Clip):
     """A step is clipped if the framework's clip call has come before it."""
 
-    clips_unasked = False
+    unasked = False
 
 
 def with_clipping(
@@ -27,12 +27,13 @@ def with_clipping(
     options = options or gradcast.Options()
     if any(each is not None and not 0 < each < math.inf for each in (norm, value)):
         return options  # the framework's own call does then what it does without gradcast
-    asked = {"max_grad_norm": norm, "grad_norm_type": 2.0, "max_grad_value": value}
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    asked = _OnCall(norm=norm, value=value)
     if not options.clips:
-        return _OnCall(**given | asked)
-    if given | asked != given:
-        raise refused(f"{setting}, and the options of gradcast have {_shown(options)}; give both the same, or one only")
+        return dataclasses.replace(options, clip=asked)
+    if vars(options.clip) != vars(asked):
+        raise refused(
+            f"{setting}, and the options of gradcast have {_shown(options.clip)}; give both the same, or one only"
+        )
     return options
 
 
@@ -40,7 +41,7 @@ class ClipCalls:
     """What a framework calls to clip, while ``handle`` is attached. ``own``: its own way, which waits for gradients."""
 
     def __init__(self, handle: gradcast.Handle, options: gradcast.Options | None) -> None:
-        self._handle, self._options = handle, options or gradcast.Options()
+        self._handle, self._own = handle, (options or gradcast.Options()).clip
         self._told = False
 
     def norm(
@@ -52,11 +53,11 @@ class ClipCalls:
         refuse_nonfinite: bool = False,
     ) -> Any:
         """As ``clip_grad_norm_``. Returns the norm, which waits where it is read."""
-        asked = {"max_grad_norm": float(max_norm), "grad_norm_type": float(norm_type)}
+        asked = {"norm": float(max_norm), "norm_type": float(norm_type)}
         return self._clip(own, parameters, asked, refuse_nonfinite)
 
     def value(self, own: Callable[[], Any], parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        self._clip(own, parameters, {"max_grad_value": float(clip_value)}, False)
+        self._clip(own, parameters, {"value": float(clip_value)}, False)
 
     def _clip(self, own: Callable, parameters: Iterable[torch.Tensor], asked: dict, refuse_nonfinite: bool) -> Any:
         session, parameters = self._handle._session, list(parameters)
@@ -64,14 +65,14 @@ class ClipCalls:
         covers = None if early is None else early.covers(parameters)
         if covers is None:  # without gradcast's clipping, or another module's
             return own()
-        different = [f"{name}={value:g}" for name, value in asked.items() if getattr(self._options, name) != value]
+        different = [f"{name}={value:g}" for name, value in asked.items() if getattr(self._own, name) != value]
         if covers and not different:
             return early.clip(parameters, refuse_nonfinite=refuse_nonfinite)
         how = f"with {' and '.join(different)}" if different else "by the norm of a part of the module's parameters"
-        if self._options.clips_unasked:
+        if self._own.unasked:
             raise refused(
                 f"the framework's clip call clips {how}, and the options of gradcast clip each step of the whole "
-                f"module with {_shown(self._options)}; clip alike, or leave it out of the options"
+                f"module with {_shown(self._own)}; clip alike, or leave it out of the options"
             )
         if not self._told and self._handle.rank == 0:
             _log.warning(
@@ -100,8 +101,6 @@ def tell_scaler(setting: str) -> None:
     )
 
 
-def _shown(options: gradcast.Options) -> str:
-    if options.max_grad_value is not None:
-        return f"max_grad_value={options.max_grad_value:g}"
-    of_type = "" if options.grad_norm_type == 2.0 else f" of type {options.grad_norm_type:g}"
-    return f"max_grad_norm={options.max_grad_norm:g}{of_type}"
+def _shown(clip: gradcast.Clip) -> str:
+    usual = vars(gradcast.Clip())
+    return f"Clip({', '.join(f'{name}={each:g}' for name, each in vars(clip).items() if each != usual[name])})"

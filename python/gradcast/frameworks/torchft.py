@@ -90,21 +90,18 @@ def _check(manager: Any, module: Any, optimizer: Any, options: Options) -> None:
             "GRADCAST_DISABLE is set, and nothing else would average the gradients; train with torchft's "
             "DistributedDataParallel, or unset the variable"
         )
-    for name, why in _NOT_WITH_TORCHFT.items():
-        value, default = getattr(options, name), Options.__dataclass_fields__[name].default
-        if value != default:
-            raise refused(f"options.{name} is {value!r}, and with torchft {why}; leave it out")
+    for name, value in options.changed(_NOT_WITH_TORCHFT).items():
+        raise refused(f"options.{name} is {value!r}, and with torchft {_NOT_WITH_TORCHFT[name]}; leave it out")
     preflight.check_clipping(options, [])
     preflight.check_local_steps(options, [], module, disabled=False)
 
 
 _NOT_WITH_TORCHFT = {
     "weight": "each participant counts alike",
-    "max_ctas": "the process groups are torchft's",
-    "register_buffers": "the process groups are torchft's",
+    "nccl": "the process groups are torchft's",
     "wire": "gradients travel in their own type",
     "compare_every": "a replica that heals has received sums for parameters that it does not have yet",
-    "timeout_s": "the timeout is that of its process group: ProcessGroupGloo(timeout=...)",
+    "watch.timeout_s": "the timeout is that of its process group: ProcessGroupGloo(timeout=...)",
 }
 
 

@@ -93,9 +93,8 @@ class Trainer(Training):
             called = ddp_alone(self.module, **_bucket_options(variant))
         elif variant.by_gradcast:
             policy = {} if variant.policy is None else {"policy": variant.policy}
-            options = gradcast.Options(
-                in_flight=variant.in_flight or in_flight, adapt=variant.adapt, wire=variant.wire, **policy
-            )
+            planning = gradcast.Planning(in_flight=variant.in_flight or in_flight, adapt=variant.adapt, **policy)
+            options = gradcast.Options(plan=planning, wire=variant.wire)
             handle = gradcast.attach(self.module, optimizer if variant.mode == "overlap" else None, options=options)
         super().__init__(task, called, optimizer, handle)
 

@@ -45,7 +45,7 @@ class Measurement:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._task = make_task(settings, dist.get_rank())
-        self._prepared_steps = gradcast.Options().warmup_steps + _SETTLING_STEPS
+        self._prepared_steps = gradcast.Options().plan.warmup_steps + _SETTLING_STEPS
         # By name of a gradcast variant: the version of its plan, and the steps that followed it, by step and rank.
         self._steps: dict[str, tuple[int, list[tuple[Step, ...]]]] = {}
 

@@ -72,7 +72,8 @@ def attach_inside(
     with callers.together(_WHAT):
         accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
         places = preflight.check_same_call(callers, mode, options)
-    group = make_group(callers.shared, accepted.device, options.timeout_s, reuses=True, max_ctas=options.max_ctas)
+    timeout_s, max_ctas = options.watch.timeout_s, options.nccl.max_ctas
+    group = make_group(callers.shared, accepted.device, timeout_s, reuses=True, max_ctas=max_ctas)
     attached = None
     try:
         with group.together(_WHAT):
@@ -104,7 +105,7 @@ def _checked(
     listed = isinstance(optimizer, list | tuple)
     given = list(optimizer) if listed else [] if optimizer is None else [optimizer]
     optimizers = [unwrapped_optimizer(each) for each in given]
-    local = options.sync_every is not None
+    local = options.local is not None
     mode = "ddp" if disabled else "local" if local else "overlap" if optimizers else "hook"
     preflight.check_clipping(options, given)
     if disabled and options.weight is not None:
@@ -163,14 +164,14 @@ def _tell_of_backend(backend: str | None, options: Options, module: nn.Module) -
         _log.warning(
             "%s is a SyncBatchNorm, whose collectives run in forward beside blocks, and NCCL wants both to fit on the "
             "GPU together; if training hangs there, use hook mode, or bound the blocks with "
-            "Options(max_ctas=4)", norms[0],
+            "Options(nccl=Nccl(max_ctas=4))", norms[0],
         )  # fmt: skip
     if backend == "nccl":
         return
     why = "a single worker sends nothing" if backend is None else f"blocks travel over {backend}"
     for name in ("max_ctas", "register_buffers"):
-        if getattr(options, name):
-            _log.warning("options.%s is for blocks over NCCL, and %s, so it changes nothing", name, why)
+        if getattr(options.nccl, name):
+            _log.warning("options.nccl.%s is for blocks over NCCL, and %s, so it changes nothing", name, why)
 
 
 def _tell_exchange(

@@ -243,7 +243,7 @@ class Attachment:
             if frozen
             else "the module's parameters have changed"
         )
-        self._group.info("%s: measuring again, for %d steps", why, self._options.warmup_steps)
+        self._group.info("%s: measuring again, for %d steps", why, self._options.plan.warmup_steps)
 
     def _frozen_since(self, before: Session) -> set[int]:
         """Ids of parameters that were trained before and may be again, unless an optimizer has dropped them. A loop

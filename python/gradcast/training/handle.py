@@ -49,7 +49,7 @@ class Handle:
 
     @property
     def mode(self) -> str:
-        """ "hook" or "overlap"; "local" with options.sync_every; "ddp" if GRADCAST_DISABLE is set, so that stock DDP
+        """ "hook" or "overlap"; "local" with options.local; "ddp" if GRADCAST_DISABLE is set, so that stock DDP
         trains."""
         return self._session.mode
 
@@ -141,7 +141,7 @@ class Handle:
         ranks have the global copy. Collective: after the same step on all ranks, or an Error says that they differ.
         Call it after the last step, before the model is saved or used. The next round begins anew.
 
-        Raises Error(invalid_use) without ``Options(sync_every=...)``.
+        Raises Error(invalid_use) without ``Options(local=...)``.
         """
         self._session.end_round()
 
@@ -149,7 +149,7 @@ class Handle:
         """With local steps: inside, the module has the global copy's parameters and buffers, the same on all ranks,
         and afterwards this rank's own. Not collective. Needs memory for one more copy of the model meanwhile.
 
-        Raises Error(invalid_use) without ``Options(sync_every=...)``, and for ``step()`` inside.
+        Raises Error(invalid_use) without ``Options(local=...)``, and for ``step()`` inside.
         """
         return self._session.global_model()
 
@@ -185,8 +185,8 @@ class Handle:
         write_file(path, self.profile.to_json(), "profile")
 
     def save_plan(self, path: str, profile_path: str | None = None) -> None:
-        """Saves the plan in force; ``Options(plan=path)`` follows it again. ``profile_path``: noted in the file for
-        ``gradcast dev plot``."""
+        """Saves the plan in force; ``Options(plan=Planning(file=path))`` follows it again. ``profile_path``: noted in
+        the file for ``gradcast dev plot``."""
         write_file(path, self._session.plan_text(profile_path), "plan")
 
     def on_update(self, function: UpdateFunction, owned: Owned | None = None) -> "UpdateRegistration":

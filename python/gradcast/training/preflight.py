@@ -21,43 +21,42 @@ from gradcast.training.step.sent_tensors import sent_tensors
 
 
 def check_local_steps(options: Options, optimizers: Sequence[Any], module: Any, *, disabled: bool) -> None:
-    if options.sync_every is None:
+    if options.local is None:
         return
     if disabled:
         raise refused(
-            "GRADCAST_DISABLE is set, and stock DDP averages gradients in every step; options.sync_every needs "
+            "GRADCAST_DISABLE is set, and stock DDP averages gradients in every step; options.local needs "
             "gradcast, so unset the variable"
         )
     if not optimizers:
         raise refused(
-            "options.sync_every counts the steps of an optimizer, so it needs one, and hook mode has none: "
+            "options.local counts the steps of an optimizer, so it needs one, and hook mode has none: "
             "gradcast.attach(module, optimizer, options=...)"
         )
     members = module if isinstance(module, list | tuple) else [module]
     if any(isinstance(each, nn.Module) and the_ddp(each) is not None for each in members):
         raise refused(
             "the module holds a DistributedDataParallel, which averages gradients in every backward pass, and "
-            "options.sync_every is there to avoid that; give the plain module (ddp.module), train with it, and delete "
+            "options.local is there to avoid that; give the plain module (ddp.module), train with it, and delete "
             "the DistributedDataParallel"
         )
-    if options.plan_path is not None:
-        raise refused("GRADCAST_PLAN is set, and local steps follow no plan; unset it, or leave options.sync_every out")
+    if options.plan.path is not None:
+        raise refused("GRADCAST_PLAN is set, and local steps follow no plan; unset it, or leave options.local out")
 
 
 def check_clipping(options: Options, given: Sequence[Any]) -> None:
     """Raises if gradcast cannot clip. ``given``: the optimizers as the user has them, wrapped or not."""
     if not options.clips:
         return
-    name = "max_grad_norm" if options.max_grad_norm is not None else "max_grad_value"
     if not given:
         raise refused(
-            f"options.{name} clips inside step(), so it needs the optimizer (overlap mode); in hook mode call "
-            f"torch.nn.utils.{name.replace('max', 'clip')}_ yourself"
+            "options.clip clips inside step(), so it needs the optimizer (overlap mode); in hook mode call "
+            f"torch.nn.utils.clip_grad_{'value' if options.clip.norm is None else 'norm'}_ yourself"
         )
     # Accelerate keeps the step() from before attach and lets the scaler call that, which does not clip.
     if any(isinstance(getattr(each, "scaler", None), torch.amp.GradScaler) for each in given):
         raise refused(
-            f"options.{name} does not reach the steps of an optimizer whose framework drives it with a "
+            "options.clip does not reach the steps of an optimizer whose framework drives it with a "
             "GradScaler; let the framework clip, or use bf16, which needs no scaler"
         )
 
@@ -102,19 +101,15 @@ def check_connections(mode: str, process_group: Any, device: torch.device) -> No
 # Options that may differ: those of the plan, which rank 0 makes, and those about one rank alone. If others did, ranks
 # would wait for each other at different places or compute differently.
 _MAY_DIFFER = (
-    "plan",
-    "policy",
-    "policy_parameters",
-    "in_flight",
+    "plan.file",
+    "plan.policy",
+    "plan.policy_parameters",
+    "plan.in_flight",
     "unseen_reads",
     "split_compiled",
-    "evaluate",
-    "evaluate_batch",
-    "timeout_s",
-    "stall_warning_s",
-    "dump_dir",
-    "timeline_steps",
-    "on_alarm",
+    "local.evaluate",
+    "local.evaluate_batch",
+    "watch",
 )
 
 
@@ -139,8 +134,17 @@ def check_same_restart(group: Group, mode: str, options: Options) -> None:
 
 
 def _call(mode: str, options: Options) -> _Call:
-    names = [each.name for each in dataclasses.fields(options) if each.name not in _MAY_DIFFER]
-    return mode, {name: getattr(options, name) for name in names}, own_place()
+    return mode, _settings(options), own_place()
+
+
+def _settings(group: Any, prefix: str = "") -> dict[str, Any]:
+    """By name, as in "clip.norm"."""
+    found = {}
+    for each in dataclasses.fields(group):
+        name, value = prefix + each.name, getattr(group, each.name)
+        if name not in _MAY_DIFFER:
+            found |= _settings(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return found
 
 
 def _check_same(everyone: Sequence[_Call]) -> None:

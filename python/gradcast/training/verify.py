@@ -62,7 +62,8 @@ def verify(
     are_several = isinstance(module, list | tuple)
     module = joined(module) if are_several else unwrapped(module)
     # adapt=False: the plan is followed even if it gains nothing. DDP has no weights.
-    options = dataclasses.replace(options or Options(), adapt=False, weight=None)
+    options = options or Options()
+    options = dataclasses.replace(options, plan=dataclasses.replace(options.plan, adapt=False), weight=None)
     random_state = torch.get_rng_state()
     device_states = torch.cuda.get_rng_state_all()  # empty without CUDA
 
@@ -81,7 +82,7 @@ def verify(
     run_backward(parts(local))
     optimizer = torch.optim.SGD([p for p in ours.parameters() if p.requires_grad], lr=0.0)
     handle = attach(parts(ours), optimizer, process_group=process_group, options=options)
-    for _ in range(options.warmup_steps + 2):
+    for _ in range(options.plan.warmup_steps + 2):
         optimizer.zero_grad()
         run_backward(parts(ours))
         optimizer.step()

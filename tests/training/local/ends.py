@@ -14,10 +14,10 @@ from training.local.test_rounds import sgd
 from training.needs import torch
 
 
-def attached(**options):
+def attached(every, **local):
     module = net(0)
     optimizer = sgd(module)
-    handle = gradcast.attach(module, optimizer, options=gradcast.Options(**options))
+    handle = gradcast.attach(module, optimizer, options=gradcast.Options(local=gradcast.LocalSteps(every, **local)))
     return module, optimizer, handle, torch.distributed.get_rank()
 
 
@@ -33,17 +33,17 @@ def loop(steps, module, optimizer, rank):
 
 
 def ends_earlier():
-    module, optimizer, _, rank = attached(sync_every=4, outer_overlap=1)
+    module, optimizer, _, rank = attached(4, overlap=1)
     loop(8 if rank == 0 else 20, module, optimizer, rank)
 
 
 def is_short():
-    module, optimizer, _, rank = attached(sync_every=50)
+    module, optimizer, _, rank = attached(50)
     loop(3, module, optimizer, rank)
 
 
 def is_damaged():
-    module, optimizer, handle, rank = attached(sync_every=4)
+    module, optimizer, handle, rank = attached(4)
     if rank == 1:
         handle._session._fragments.pieces[0][0].values[5] += 1e-3
     loop(20, module, optimizer, rank)
@@ -52,7 +52,7 @@ def is_damaged():
 def restarts(folder, killed_step):
     """Started by torchrun. Each rank keeps its state of every step; in its first life rank 1 kills itself."""
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    module, optimizer, handle, rank = attached(sync_every=6, outer_overlap=2)
+    module, optimizer, handle, rank = attached(6, overlap=2)
     parts = {"module": module, "optimizer": optimizer, "handle": handle}
     steps = [int(path.stem) for path in Path(folder).glob(f"{rank}/*.pt")]
     newest = torch.tensor(max(steps, default=0))

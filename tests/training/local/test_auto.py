@@ -1,4 +1,4 @@
-"""``sync_every="auto"``: the rule, and rounds whose number of steps follows it, with the bits of a reference."""
+"""``LocalSteps("auto")``: the rule, and rounds whose number of steps follows it, with the bits of a reference."""
 
 import contextlib
 import functools
@@ -80,9 +80,8 @@ class Scripted:
 
 
 def options(evaluate, metric="loss", **others):
-    auto = {"sync_every": "auto", "sync_every_max": 16, "evaluate": evaluate, "evaluate_metric": metric}
-    auto["outer"] = "nesterov"
-    return gradcast.Options(**auto | others)
+    auto = {"every_max": 16, "evaluate": evaluate, "evaluate_metric": metric, "outer": "nesterov"}
+    return gradcast.Options(local=gradcast.LocalSteps("auto", **auto | others))
 
 
 def begin(evaluate, state=None, **others):
@@ -135,7 +134,7 @@ class Paced(Reference):
 def test_rounds_of_all_lengths_have_the_bits_of_the_reference(rank, outer, overlap):
     reference = Paced(rank.size, overlap, outer, SCORES)
     with often(), heard() as lines:
-        module, optimizer, handle = begin(Scripted(), outer=outer, outer_overlap=overlap)
+        module, optimizer, handle = begin(Scripted(), outer=outer, overlap=overlap)
         found, path, step = [], [], 0
         while len(path) < len(PATH):
             train(module, optimizer, rank.index, step)
@@ -164,7 +163,7 @@ def test_rounds_of_all_lengths_have_the_bits_of_the_reference(rank, outer, overl
 def test_a_checkpoint_has_the_steps_and_the_rule_goes_on(rank, overlap):
     """Saved right after a change, and inside rounds of 16, 4 and 1 steps."""
     with often():
-        module, optimizer, handle = begin(evaluate := Scripted(), outer_overlap=overlap)
+        module, optimizer, handle = begin(evaluate := Scripted(), overlap=overlap)
         states = {}
         for step in range(90):
             train(module, optimizer, rank.index, step)
@@ -176,7 +175,7 @@ def test_a_checkpoint_has_the_steps_and_the_rule_goes_on(rank, overlap):
         for done, (state, scores) in states.items():
             evaluate = Scripted([])
             evaluate.scores = scores
-            again, optimizer, handle = begin(evaluate, state, outer_overlap=overlap)
+            again, optimizer, handle = begin(evaluate, state, overlap=overlap)
             for step in range(done, 90):
                 train(again, optimizer, rank.index, step)
             same = all(map(torch.equal, again.state_dict().values(), expected.values()))
@@ -252,7 +251,7 @@ def test_a_round_goes_on_with_the_same_limit_only(rank):
         train(module, optimizer, rank.index, step)
     state = saved(module, optimizer, handle)
     handle.detach()
-    return not_refused(lambda: begin(Scripted(), state, sync_every_max=32), "sync_every_max 16, and here it is 32")
+    return not_refused(lambda: begin(Scripted(), state, every_max=32), "every_max 16, and here it is 32")
 
 
 @on_ranks(1)
@@ -263,7 +262,7 @@ def test_between_rounds_a_lower_limit_shortens_the_momentum_too(rank):
     handle.end_round()
     state = saved(module, optimizer, handle)
     handle.detach()
-    module, optimizer, handle = begin(Scripted(), state, sync_every_max=4)
+    module, optimizer, handle = begin(Scripted(), state, every_max=4)
     before, after = (each["tensors"]["momentum"] for each in (state["handle"], handle.state_dict()))
     found = [name for name, each in after.items() if not torch.equal(each, before[name] / 2)]
     found += [] if handle.stats()["local_steps"]["sync_every"] == 4 and any(map(torch.any, before.values())) else ["H"]
@@ -306,7 +305,7 @@ def test_ranks_that_evaluate_differently_are_refused(rank):
     module = net(0)
     own = options(Scripted(), metric=("loss", "accuracy")[rank.index])
     attach = functools.partial(gradcast.attach, module, adamw(module), options=own)
-    return not_refused(attach, "options.evaluate_metric is loss on rank 0")
+    return not_refused(attach, "options.local.evaluate_metric is loss on rank 0")
 
 
 @on_ranks(1)

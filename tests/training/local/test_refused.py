@@ -17,62 +17,74 @@ import gradcast
 from training.local.reference import net, train
 from training.local.test_rounds import sgd
 
-Options = gradcast.Options
-OPTIONS = {"warmup_steps": 6, "adapt": True, "sync_every": 4}
+Options, LocalSteps = gradcast.Options, gradcast.LocalSteps
+OPTIONS = {"local": LocalSteps(4)}
 
+LOSS = {"evaluate": len, "evaluate_metric": "loss"}
 WRONG = [
-    ({"sync_every": 0}, "at least 1"),
-    ({"sync_every": -3}, "at least 1"),
-    ({"sync_every": 2.5}, "whole number"),
-    ({"sync_every": True}, "whole number"),
-    ({"sync_every": "often"}, "or auto"),
-    ({"sync_every": "auto"}, "needs options.evaluate"),
-    ({"sync_every": "auto", "evaluate": 0.5, "evaluate_metric": "loss"}, "it is 0.5"),
-    ({"sync_every": "auto", "evaluate": len}, "accuracy or loss is expected"),
-    ({"sync_every": "auto", "evaluate": len, "evaluate_metric": "error"}, "accuracy or loss is expected"),
-    ({"sync_every": "auto", "evaluate": len, "evaluate_metric": "loss", "sync_every_max": 1}, "at least 2"),
-    ({"sync_every": "auto", "evaluate": len, "evaluate_metric": "loss", "outer_overlap": 64}, "at most 63"),
-    (
-        {"sync_every": "auto", "evaluate": len, "evaluate_metric": "loss", "outer_lr": 0.5},
-        "'auto' averages unless outer is given",
-    ),
-    ({"sync_every": 5, "evaluate": len}, "belongs to sync_every='auto'"),
-    ({"sync_every": 5, "sync_every_max": 50}, "belongs to sync_every='auto'"),
-    ({"evaluate_metric": "loss"}, "without sync_every"),
-    ({"sync_every": 1}, "that is DDP: leave it out"),
-    ({"sync_every": 5, "outer": "adam"}, "nesterov or average"),
-    ({"sync_every": 5, "outer": "average", "outer_lr": 0.5}, "outer_lr belongs to"),
-    ({"sync_every": 5, "outer": "average", "outer_momentum": 0.5}, "outer_momentum belongs to"),
-    ({"sync_every": 5, "outer_lr": 0.0}, "above 0"),
-    ({"sync_every": 5, "outer_momentum": 1.0}, "below 1"),
-    ({"sync_every": 5, "outer_overlap": 5}, "at most 4"),
-    ({"sync_every": 5, "outer_overlap": -1}, "at least 0"),
-    ({"sync_every": 5, "outer_overlap": 0, "outer_merge": 0.5}, "nothing to merge"),
-    ({"sync_every": 5, "outer_merge": 1.0}, "below 1"),
-    ({"sync_every": 5, "inner": "rack"}, "host or None"),
-    ({"inner": "host"}, "without sync_every"),
-    ({"outer": "average"}, "without sync_every"),
-    ({"outer_overlap": 2}, "without sync_every"),
-    ({"sync_every": 5, "max_grad_norm": 1.0}, "clip_grad_norm_"),
-    ({"sync_every": 5, "max_grad_value": 1.0}, "clip_grad_value_"),
-    ({"sync_every": 5, "weight": "samples"}, "no gradients travel"),
-    ({"sync_every": 5, "plan": "plan.json"}, "no measured plan"),
-    ({"sync_every": 5, "adapt": False}, "no measured plan"),
-    ({"sync_every": 5, "compare_every": 10}, "compared in every round"),
-    ({"sync_every": 5, "split_compiled": True}, "forward waits for nothing"),
+    ({"every": 0}, "at least 1"),
+    ({"every": -3}, "at least 1"),
+    ({"every": 2.5}, "whole number"),
+    ({"every": True}, "whole number"),
+    ({"every": None}, "whole number"),
+    ({"every": "often"}, "or auto"),
+    ({"every": 10**9}, "at most 100000"),
+    ({"every": "auto"}, "evaluate is None; a function"),
+    ({"every": "auto", "evaluate": 0.5, "evaluate_metric": "loss"}, "evaluate is 0.5; a function"),
+    ({"every": "auto", "evaluate": len}, "accuracy or loss is expected"),
+    ({"every": "auto", "evaluate": len, "evaluate_metric": "error"}, "accuracy or loss is expected"),
+    ({"every": "auto", **LOSS, "every_max": 1}, "at least 2"),
+    ({"every": "auto", **LOSS, "every_max": 10**9}, "at most 100000"),
+    ({"every": "auto", **LOSS, "overlap": 64}, "at most 63"),
+    ({"every": "auto", **LOSS, "lr": 0.5}, "as every='auto' has by default"),
+    ({"every": 5, "evaluate": len}, "belongs to every='auto'"),
+    ({"every": 5, "every_max": 50}, "belongs to every='auto'"),
+    ({"every": 1}, "that is DDP: leave options.local out"),
+    ({"every": 5, "outer": "adam"}, "nesterov or average"),
+    ({"every": 5, "outer": "average", "lr": 0.5}, "lr belongs to"),
+    ({"every": 5, "outer": "average", "momentum": 0.5}, "momentum belongs to"),
+    ({"every": 5, "lr": 0.0}, "above 0"),
+    ({"every": 5, "momentum": 1.0}, "below 1"),
+    ({"every": 5, "overlap": 5}, "at most 4"),
+    ({"every": 5, "overlap": -1}, "at least 0"),
+    ({"every": 5, "overlap": 2.5}, "whole number"),
+    ({"every": 5, "overlap": 0, "merge": 0.5}, "nothing is merged"),
+    ({"every": 5, "merge": 1.0}, "below 1"),
+    ({"every": 5, "inner": "rack"}, "host or None"),
+]
+EXCLUDED = [
+    ({"clip": gradcast.Clip(norm=1.0)}, "clip_grad_norm_"),
+    ({"clip": gradcast.Clip(value=1.0)}, "clip_grad_value_"),
+    ({"weight": "samples"}, "no gradients are sent"),
+    ({"broadcast_buffers": False}, "averaged once a round"),
+    ({"unseen_reads": "before_forward"}, "forward waits for nothing"),
+    ({"plan": gradcast.Planning(file="plan.json")}, "no measured plan"),
+    ({"plan": gradcast.Planning(adapt=False)}, "no measured plan"),
+    ({"compare_every": 10}, "compared in every round"),
+    ({"split_compiled": True}, "forward waits for nothing"),
+    ({"nccl": gradcast.Nccl(register_buffers=True)}, "options.nccl.register_buffers is given"),
+    ({"watch": gradcast.Watch(on_alarm=len)}, "alarms compare steps with a plan"),
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), WRONG, ids=lambda each: str(each))
-def test_wrong_options(options, words):
-    with pytest.raises(gradcast.Error, match=words) as caught:
-        Options(**options)
+@pytest.mark.parametrize(("settings", "words"), WRONG, ids=str)
+def test_wrong_settings(settings, words):
+    with pytest.raises(gradcast.Error, match=f"^options.local.*{words}") as caught:
+        LocalSteps(**settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "words"), EXCLUDED, ids=str)
+def test_what_local_steps_exclude(options, words):
+    with pytest.raises(gradcast.Error, match=r"is given with options\.local") as caught:
+        Options(local=LocalSteps(5), **options)
+    assert words in str(caught.value)
+    Options(local=LocalSteps(5), wire="int8", nccl=gradcast.Nccl(4), watch=gradcast.Watch(timeout_s=1.0))
 
 
 @on_ranks(2)
 def test_what_attach_refuses(rank):
-    options = Options(sync_every=4)
+    options = Options(**OPTIONS)
     module = net(0)
     found = not_refused(lambda: gradcast.attach(module, options=options), "hook mode has none")
     ddp = torch.nn.parallel.DistributedDataParallel(net(0), find_unused_parameters=True)
@@ -83,9 +95,10 @@ def test_what_attach_refuses(rank):
         found += not_refused(lambda: gradcast.attach(module, sgd(module), options=options), "GRADCAST_DISABLE")
     with mock.patch.dict("os.environ", GRADCAST_PLAN="plan.json"):
         found += not_refused(lambda: gradcast.attach(module, sgd(module), options=options), "GRADCAST_PLAN")
-    own = Options(sync_every=4 + rank.index)
-    found += not_refused(lambda: gradcast.attach(module, sgd(module), options=own), "options.sync_every is 4 on rank 0")
-    inner = Options(sync_every=4, inner="host")
+    own = Options(local=LocalSteps(4 + rank.index))
+    words = "options.local.every is 4 on rank 0"
+    found += not_refused(lambda: gradcast.attach(module, sgd(module), options=own), words)
+    inner = Options(local=LocalSteps(4, inner="host"))
     found += not_refused(lambda: gradcast.attach(module, sgd(module), options=inner), "two or more hosts", "leave it")
     gaps = copy.deepcopy(module)
     gaps.odd.bias = torch.nn.Parameter(torch.zeros(320)[::2])
@@ -104,7 +117,7 @@ def test_what_a_handle_refuses(rank):
     handle.detach()
     plain = attach(module, optimizer)
     for call in (plain.end_round, plain.global_model):
-        found += not_refused(call, "options.sync_every")
+        found += not_refused(call, "options.local")
     plain.detach()
     return found
 
@@ -155,7 +168,7 @@ def test_loops_of_different_lengths_that_end_the_round(rank, overlap):
     """Rank 1 makes two steps less than the others, so it ends the round where they still take fragments."""
     module = net(0)
     optimizer = sgd(module)
-    handle = attach(module, optimizer, **OPTIONS | {"sync_every": 7, "outer_overlap": overlap})
+    handle = attach(module, optimizer, local=LocalSteps(7, overlap=overlap))
     start_s = time.monotonic()
 
     def loop():

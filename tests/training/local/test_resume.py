@@ -17,8 +17,6 @@ import gradcast
 from training.local.reference import net, train
 from training.local.test_rounds import adamw
 
-OPTIONS = {"warmup_steps": 6, "adapt": True, "sync_every": 5}
-
 
 def copied(value):
     """As a file would bring it back."""
@@ -33,10 +31,10 @@ def saved(module, optimizer, handle):
     return copied({name: part.state_dict() for name, part in parts.items()})
 
 
-def begin(state, **options):
+def begin(state, every=5, wire="fp32", **local):
     module = net(0)
     optimizer = adamw(module)
-    handle = attach(module, optimizer, **OPTIONS | options)
+    handle = attach(module, optimizer, wire=wire, local=gradcast.LocalSteps(every, **local))
     if state is not None:
         module.load_state_dict(state["module"])
         optimizer.load_state_dict(state["optimizer"])
@@ -49,7 +47,7 @@ def run(module, optimizer, rank, steps):
         train(module, optimizer, rank.index, step)
 
 
-@pytest.mark.parametrize("form", [{"outer_overlap": 3}, {"outer_overlap": 0}, {"outer_overlap": 2, "outer": "average"}])
+@pytest.mark.parametrize("form", [{"overlap": 3}, {"overlap": 0}, {"overlap": 2, "outer": "average"}])
 @on_ranks(2)
 def test_in_the_middle_of_a_round(rank, form):
     """Saved after 6 to 10 steps: fragments have arrived, travel, or are not taken yet."""
@@ -75,7 +73,7 @@ def test_in_the_middle_of_a_round(rank, form):
 
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_on_all_ranks(rank):
-    module, optimizer, handle = begin(None, outer_overlap=2)
+    module, optimizer, handle = begin(None, overlap=2)
     run(module, optimizer, rank, range(7))
     inside = saved(module, optimizer, handle)
     handle.end_round()
@@ -83,19 +81,22 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank):
     handle.detach()
     found = []
     cases = [
-        ({"sync_every": 6}, inside, "saved inside a round with sync_every 5, and here it is 6"),
-        ({"outer_overlap": 3}, inside, "overlap"),
+        ({"every": 6}, inside, "saved inside a round with every 5, and here it is 6"),
+        ({"overlap": 3}, inside, "overlap"),
         ({"outer": "average"}, ended, "outer momentum"),
     ]
     for options, state, words in cases:
-        found += not_refused(functools.partial(begin, state, **{"outer_overlap": 2} | options), words)
-    named = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}  # as left out
-    older = inside["handle"]["settings"] | dict.fromkeys(named)
-    for settings in (inside["handle"]["settings"], older):
+        found += not_refused(functools.partial(begin, state, **{"overlap": 2} | options), words)
+    named = {"outer": "nesterov", "lr": 0.7, "momentum": 0.9}  # as left out
+    newer = inside["handle"]["settings"]
+    before = {"every": "sync_every", "every_max": "sync_every_max", "lr": "outer_lr", "momentum": "outer_momentum"}
+    older = {before.get(name, name): each for name, each in newer.items()}
+    oldest = older | dict.fromkeys(before.get(name, name) for name in named)
+    for settings in (newer, older, oldest):
         state = inside | {"handle": inside["handle"] | {"settings": settings}}
-        begin(state, outer_overlap=2, **named)[2].detach(wait_s=1.0)
+        begin(state, overlap=2, **named)[2].detach(wait_s=1.0)
     # After end_round() there is nothing of the round left, so it may go on in another form.
-    module, optimizer, handle = begin(ended, outer_overlap=0, sync_every=3)
+    module, optimizer, handle = begin(ended, overlap=0, every=3)
     run(module, optimizer, rank, range(7))
     handle.end_round()
     handle.detach()
@@ -104,13 +105,13 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank):
 
 @on_ranks(2)
 def test_an_older_state_that_counts_on_where_a_round_ends_makes_no_other_round(rank):
-    module, optimizer, handle = begin(None, outer_overlap=0)
+    module, optimizer, handle = begin(None, overlap=0)
     run(module, optimizer, rank, range(10))
     state = saved(module, optimizer, handle)
     handle.detach()
     state["handle"]["place"]["clock"] = 10
-    del state["handle"]["settings"]["sync_every_max"]
-    module, optimizer, handle = begin(state, outer_overlap=0)
+    del state["handle"]["settings"]["every_max"]
+    module, optimizer, handle = begin(state, overlap=0)
     handle.end_round()
     found = [name for name, each in module.state_dict().items() if not torch.equal(each, state["module"][name])]
     handle.detach()
@@ -146,7 +147,7 @@ def test_states_of_another_kind_are_refused(rank):
         found += not_refused(functools.partial(handle.load_state_dict, damaged), f"KeyError: '{lost}'")
     handle.detach()
     small = torch.nn.Linear(3, 2)
-    other = gradcast.attach(small, torch.optim.SGD(small.parameters(), 0.1), options=gradcast.Options(sync_every=5))
+    other = attach(small, torch.optim.SGD(small.parameters(), 0.1), local=gradcast.LocalSteps(5))
     found += not_refused(lambda: other.load_state_dict(state), "another model")
     other.detach()
     return found
@@ -169,13 +170,13 @@ def test_a_rank_that_is_killed_inside_a_round_goes_on_after_torchruns_restart(tm
 
 @on_ranks(2)
 def test_between_rounds_other_settings_go_on_without_what_rounding_has_left(rank):
-    module, optimizer, handle = begin(None, sync_every=4, wire="int8", outer_overlap=2)
+    module, optimizer, handle = begin(None, 4, "int8", overlap=2)
     run(module, optimizer, rank, range(6))
     handle.end_round()
     state = saved(module, optimizer, handle)
     handle.detach()
     with heard(logging.WARNING) as lines:
-        module, optimizer, handle = begin(state, sync_every=8, wire="int8", outer_overlap=3)
+        module, optimizer, handle = begin(state, 8, "int8", overlap=3)
     assert any("earlier differences is dropped" in line for line in lines)
     assert all(torch.equal(each, state["module"][name]) for name, each in module.state_dict().items())
     run(module, optimizer, rank, range(6, 16))

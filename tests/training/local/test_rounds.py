@@ -37,7 +37,7 @@ class Local:
         self.rank, self.module = rank.index, net(0, dtype)
         self.reference = Reference(self.module, make, rank.size, every, overlap, outer)
         self.optimizer = make(self.module)
-        self.options = gradcast.Options(sync_every=every, outer=outer, outer_overlap=overlap, **options)
+        self.options = gradcast.Options(local=gradcast.LocalSteps(every, outer=outer, overlap=overlap), **options)
         self.handle = gradcast.attach(self.module, self.optimizer, options=self.options)
         self.step = 0
 
@@ -103,8 +103,7 @@ def test_differences_in_fewer_bits(rank, overlap, wire):
     module = net(0)
     reference = Narrow(module, sgd, rank.size, 6, overlap, "nesterov")
     optimizer = sgd(module)
-    options = {"sync_every": 6, "outer_overlap": overlap, "wire": wire}
-    handle = attach(module, optimizer, adapt=True, warmup_steps=6, **options)
+    handle = attach(module, optimizer, local=gradcast.LocalSteps(6, overlap=overlap), wire=wire)
     fragments = handle._session._fragments
     found = [next((k for k, p in zip(fragments.indices[n], pieces, strict=False) if not p.is_exact), 0)
              for n, pieces in enumerate(fragments.pieces)]  # fmt: skip
@@ -130,9 +129,7 @@ def test_hosts_of_two_ranks_average_gradients_in_every_step(rank, overlap):
     reference = Reference(module, sgd, 2, 6, overlap, "nesterov")
     optimizer = sgd(module)
     with hosts_of(2):
-        handle = attach(
-            module, optimizer, adapt=True, warmup_steps=6, sync_every=6, outer_overlap=overlap, inner="host"
-        )  # fmt: skip
+        handle = attach(module, optimizer, local=gradcast.LocalSteps(6, overlap=overlap, inner="host"))
     for step in range(27):
         with handle.no_sync():
             backward(module, optimizer, rank.index, 2 * step)
@@ -233,7 +230,7 @@ def test_a_buffer_of_another_shape_is_each_ranks_own(rank):
     """It grows in an evaluation, and then on one rank in training."""
     module = WithCache()
     optimizer = sgd(module)
-    handle = attach(module, optimizer, warmup_steps=6, adapt=True, sync_every=3, outer_overlap=1)
+    handle = attach(module, optimizer, local=gradcast.LocalSteps(3, overlap=1))
 
     def trained(lengths):
         for length in lengths:
@@ -300,8 +297,7 @@ def test_after_synchronous_steps_with_the_optimizers_momentum(rank):
         return own
 
     reference = Reference(module, same_optimizer, rank.size, 5, 0, "average")
-    options = gradcast.Options(sync_every=5, outer="average", outer_overlap=0)
-    handle = gradcast.attach(module, optimizer, options=options)
+    handle = attach(module, optimizer, local=gradcast.LocalSteps(5, outer="average", overlap=0))
     for step in range(8, 20):
         train(module, optimizer, rank.index, step)
     reference.run(12, 8)
@@ -329,7 +325,7 @@ def test_one_worker_makes_outer_updates(rank):
 def test_every_rank_begins_with_rank_0s_model(rank):
     module = net(rank.index)
     with heard() as lines:
-        handle = gradcast.attach(module, adamw(module), options=gradcast.Options(sync_every=50))
+        handle = gradcast.attach(module, adamw(module), options=gradcast.Options(local=gradcast.LocalSteps(50)))
     told = [line for line in lines if "change the algorithm" in line and "MB" in line]
     warned = [line for line in lines if "batch norm (norm)" in line]
     found = [] if (len(told), len(warned)) == ((1, 1) if rank.index == 0 else (0, 0)) else lines
@@ -343,7 +339,7 @@ def test_every_rank_begins_with_rank_0s_model(rank):
 def test_functions_of_updates_and_averages_see_what_step_leaves(rank):
     module = net(0)
     optimizer = sgd(module)
-    handle = attach(module, optimizer, adapt=True, warmup_steps=6, sync_every=2, outer_overlap=0)
+    handle = attach(module, optimizer, local=gradcast.LocalSteps(2, overlap=0))
     seen = []
     handle.on_update(lambda names, parameters: seen.append(parameters[0].clone()))
     found = []
@@ -404,7 +400,7 @@ def test_a_fragment_is_taken_without_a_look_at_a_value(rank):
 
     module = net(0)
     optimizer = sgd(module)
-    handle = gradcast.attach(module, optimizer, options=gradcast.Options(sync_every=2, outer_overlap=0))
+    handle = attach(module, optimizer, local=gradcast.LocalSteps(2, overlap=0))
     with mock.patch.object(Rounds, "_take", watched):
         for step in range(6):
             train(module, optimizer, rank.index, step)
@@ -420,8 +416,7 @@ def test_a_mask_of_infinities_stays_as_it_is(rank, overlap):
     mask = torch.full((4, 4), -torch.inf).triu(1)
     module.register_buffer("mask", mask.clone())
     optimizer = sgd(module)
-    options = gradcast.Options(sync_every=4, outer="average", outer_overlap=overlap)
-    handle = gradcast.attach(module, optimizer, options=options)
+    handle = attach(module, optimizer, local=gradcast.LocalSteps(4, outer="average", overlap=overlap))
     for step in range(9):
         train(module, optimizer, rank.index, step)
     handle.end_round()

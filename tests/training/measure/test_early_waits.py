@@ -166,8 +166,8 @@ SCALED = "scaler = torch.amp.GradScaler('cpu'); scaler.scale(torch.ones(1)); sca
 @pytest.mark.parametrize(
     ("program", "advice"),
     [
-        ("nn.utils.clip_grad_norm_([p], 1.0)", "Options(max_grad_norm=...)"),
-        ("nn.utils.clip_grad_value_([p], 1.0)", "Options(max_grad_value=...)"),
+        ("nn.utils.clip_grad_norm_([p], 1.0)", "Options(clip=Clip(norm=...))"),
+        ("nn.utils.clip_grad_value_([p], 1.0)", "Options(clip=Clip(value=...))"),
         ("sgd.zero_grad(set_to_none=False)", "zero_grad() right after step()"),
         (SCALED, "bf16"),
         ("copy.deepcopy(p.grad)", "handle.stats()['grad_norm']"),

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gradcast import _core
-from training.attached import Attached, attach
+from training.attached import Attached, attach, planning
 from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
@@ -22,7 +22,7 @@ STEPS = 3 + 9 + 6
 
 @on_ranks(3)
 def test_all_ranks_are_told_the_same(rank, mode):
-    attached = Attached(torch.nn.Linear(4, 4), mode, adapt=True)
+    attached = Attached(torch.nn.Linear(4, 4), mode, plan=planning(adapt=True))
     assert attached.handle.stats()["exposed"] is None
     for _ in range(STEPS):
         attached.step(torch.ones(2, 4))
@@ -88,7 +88,7 @@ def clip_beside_a_slow_rank(rank, mode):
     task = TASKS["plain"]
     module = task.module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    handle = attach(module, optimizer, mode, warmup_steps=4, adapt=True)
+    handle = attach(module, optimizer, mode, plan=planning(adapt=True, warmup_steps=4))
     busy_ns = []
     for number in range(12):
         optimizer.zero_grad()

@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
+import gradcast
 from gradcast import _core
-from training.attached import attach, heard, hosts_of
+from training.attached import attach, heard, hosts_of, planning
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -73,7 +74,7 @@ def train_both(rank, mode, steps, note, prepare=lambda handle: None, **options):
     modules = [make_module(), make_module()]
     sgds = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
     with heard() as lines:
-        handle = attach(modules[0], sgds[0], mode, **{"adapt": True} | options)
+        handle = attach(modules[0], sgds[0], mode, **{"plan": planning(adapt=True)} | options)
         before_step = prepare(handle) or (lambda step: None)
         seen = []
         for step in range(steps):
@@ -121,7 +122,7 @@ def slower(rank, mode, what):
         return facts(step_ns=with_slower_baseline(on_baseline), busy_ns=busy_ns, link_ns=link_ns)
 
     raised = []
-    result = train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of, on_alarm=raised.append)
+    result = train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of, watch=gradcast.Watch(on_alarm=raised.append))
     return result | {"raised": raised}
 
 
@@ -177,18 +178,18 @@ def failing(rank, mode):
     def fail(alarm):
         raise ValueError("not today")
 
-    return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of, on_alarm=fail)
+    return train(rank, mode, 60 + STEPS_TO_ADAPT + 1, facts_of, watch=gradcast.Watch(on_alarm=fail))
 
 
 def test_a_function_for_alarms_that_fails_is_said_and_training_goes_on(ranks, mode):
     results = ranks.run(2, failing, mode)
     for rank, result in enumerate(results):
         assert result["equal"]
-        assert f"options.on_alarm failed on rank {rank}; training goes on" in result["lines"]
+        assert f"options.watch.on_alarm failed on rank {rank}; training goes on" in result["lines"]
 
 
 def steady(rank, gain, adapt):
-    return train(rank, "overlap", 12, lambda *_: facts(), gain=gain, adapt=adapt)
+    return train(rank, "overlap", 12, lambda *_: facts(), gain=gain, plan=planning(adapt=adapt))
 
 
 def test_where_little_is_expected_it_runs_as_ddp_and_says_so(ranks):
@@ -247,7 +248,7 @@ def test_a_plan_that_does_not_pay_is_given_up_and_that_is_said(ranks, mode):
 def test_of_a_step_that_the_program_has_finished_early_nothing_is_said(rank, flushed_step):
     module = make_module()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = attach(module, sgd, adapt=True)
+    handle = attach(module, sgd, plan=planning(adapt=True))
     reports, said = handle._session.controller.step_reports, []
     exchange = reports.exchange
     reports.exchange = lambda facts: (said.append(facts), exchange(facts))[1]

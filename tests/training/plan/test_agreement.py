@@ -7,6 +7,7 @@ import pytest
 
 import gradcast
 from gradcast.cli import main
+from training.attached import planning
 from training.needs import torch
 from training.ours import Ours
 
@@ -16,7 +17,7 @@ from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
 
 def follow(rank, mode, steps):
     """Rank r is slower the higher it is, so that the ranks measure different things and must agree."""
-    ours = Ours("transformer", "sgd plain", rank.index, mode=mode, warmup_steps=4, policy="p3")
+    ours = Ours("transformer", "sgd plain", rank.index, mode=mode, plan=planning("p3", warmup_steps=4))
     seen = []
     for number in range(steps):
         if rank.index:
@@ -60,7 +61,8 @@ def check_stats(ours, world_size):
 
 
 def record(rank, mode, steps):
-    ours = Ours("transformer", "sgd plain", rank.index, mode=mode, timeline_steps=4, policy="fifo")
+    watch = gradcast.Watch(timeline_steps=4)
+    ours = Ours("transformer", "sgd plain", rank.index, mode=mode, policy="fifo", watch=watch)
     ours.train(range(steps))
     ours.handle.flush()
     timeline = json.loads(json.dumps(ours.handle.timeline()))

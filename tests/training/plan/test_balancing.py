@@ -13,7 +13,7 @@ import pytest
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from training import compare
-from training.attached import attach, heard, not_refused
+from training.attached import attach, heard, not_refused, planning
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -95,7 +95,7 @@ class Training:
 def test_samples_move_to_faster_ranks_and_the_numbers_are_those_of_one_process(rank, mode, adapt):
     """Ranks whose loaders are differently far ahead; then the slow rank is as fast as the others again."""
     with heard() as lines:
-        training = Training(rank, mode, depth=(0, 3, 1)[rank.index], adapt=adapt)
+        training = Training(rank, mode, depth=(0, 3, 1)[rank.index], plan=planning(adapt=adapt))
         training.slowness = TIMES["slow"]
         found, shares = [], []
         for epoch in range(6):
@@ -130,7 +130,7 @@ def test_equal_ranks_keep_even_shares_and_the_bits_of_one_plan(rank):
 @on_ranks(3)
 def test_the_plan_is_made_again_for_the_new_shares(rank):
     """The compute of its profile is that of the slowest rank with the new shares."""
-    training = Training(rank, "overlap", adapt=True)
+    training = Training(rank, "overlap", plan=planning(adapt=True))
     training.slowness = TIMES["slow"]
     seen = []
     for _ in range(2):
@@ -207,8 +207,9 @@ def test_different_samplers_are_refused_on_all_ranks(rank):
 def test_what_counts_no_samples_is_refused(rank, disabled, why):
     module = make_module()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    local = None if disabled == "1" else gradcast.LocalSteps(4)
     with mock.patch.dict(os.environ, GRADCAST_DISABLE=disabled):
-        handle = gradcast.attach(module, optimizer, options=gradcast.Options(sync_every=None if disabled == "1" else 4))
+        handle = gradcast.attach(module, optimizer, options=gradcast.Options(local=local))
         found = not_refused(lambda: BalancedBatchSampler(range(40), handle, 8), why)
         handle.detach()
     return found

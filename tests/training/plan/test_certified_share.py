@@ -7,9 +7,10 @@ from unittest import mock
 
 import pytest
 
+import gradcast
 from conftest import link_of
 from gradcast import _core
-from training.attached import heard
+from training.attached import heard, planning
 from training.needs import torch
 from training.plan.test_adapt import USUAL_NS, expectation, facts, with_slower_baseline
 from training.twins import Twins
@@ -66,7 +67,8 @@ def train(rank, gain_if_waiting):
         mock.patch.object(compute_cost, "compute_variation", return_value=()),
         mock.patch.object(proposals, "expect", measured if gain_if_waiting is None else expect),
     ):
-        twins = Twins(rank, "plain", "adamw foreach", adapt=True, warmup_steps=WARMUP_STEPS, max_grad_norm=1.0)
+        plan = planning(adapt=True, warmup_steps=WARMUP_STEPS)
+        twins = Twins(rank, "plain", "adamw foreach", plan=plan, clip=gradcast.Clip(norm=1.0))
         live = twins.handle._session.controller
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
         live._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.phase.on_baseline))

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from training.attached import Attached, attach, error_of, not_refused
+from training.attached import Attached, attach, error_of, not_refused, planning
 from training.needs import torch
 from training.pool import on_ranks
 from training.step.test_late_device import late_device
@@ -50,8 +50,7 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
         module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         module[0].register_forward_hook(clock.taking(FORWARD_NS, lambda *_: None))
         sgd = Slow(module.parameters(), lr=0.1)
-        one_block = {"policy": "ddp", "policy_parameters": {"first_bytes": 1 << 20}}
-        handle = attach(module, sgd, mode, adapt=True, **one_block)
+        handle = attach(module, sgd, mode, plan=planning("ddp", first_bytes=1 << 20, adapt=True))
     controller, exchange = handle._session.controller, handle._session.exchange
     controller._sees_compute, controller._clock = False, clock
     exchange.wait = clock.taking(WAIT_NS, exchange.wait)
@@ -77,7 +76,7 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
 def test_what_one_rank_cannot_measure_is_an_error_on_all(rank, when):
     """No rank waits for the measurements of one whose device has failed."""
     owner, name = (Stopwatch, "medians") if when == "warm-up" else (compute_cost, "compute_of")
-    attached = Attached(nn.Linear(8, 8), adapt=True)
+    attached = Attached(nn.Linear(8, 8), plan=planning(adapt=True))
     failing = mock.patch.object(owner, name, side_effect=RuntimeError("the device has failed\nand more"))
     if rank.index == 1:
         failing.start()

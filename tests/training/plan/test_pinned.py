@@ -1,5 +1,6 @@
 """A plan file pins the plan: it is followed to the byte, or refused with a sentence on every rank."""
 
+import dataclasses
 import json
 import os
 from itertools import pairwise
@@ -9,7 +10,7 @@ import pytest
 
 import gradcast
 from gradcast.files import plan_hash
-from training.attached import not_refused
+from training.attached import not_refused, planning
 from training.needs import torch
 from training.ours import Ours
 from training.plain import beside_plain_loop
@@ -47,7 +48,8 @@ def make_by_hand(folder, mode):
 
 def follow_pinned(rank, path, by_variable, mode, expected):
     with mock.patch.dict(os.environ, {"GRADCAST_PLAN": path} if by_variable else {}):
-        ours = Ours("mixed64", "adam plain", rank.index, mode=mode, plan=None if by_variable else path)
+        plan = dataclasses.replace(planning(), file=None if by_variable else path)
+        ours = Ours("mixed64", "adam plain", rank.index, mode=mode, plan=plan)
         found, _ = beside_plain_loop(rank, ours, "adam plain", 8)
     followed = ours.followed[-1]
     assert followed.policy == "by hand"
@@ -68,7 +70,8 @@ def test_a_pinned_plan_is_followed_to_the_byte(ranks, tmp_path, by_variable, mod
 
 def refused(rank, path, code, said):
     """The error of attach or of a step, whichever comes."""
-    found = not_refused(lambda: Ours("mixed64", "adam plain", rank.index, plan=path).train(range(6)), said, code=code)
+    plan = dataclasses.replace(planning(), file=path)
+    found = not_refused(lambda: Ours("mixed64", "adam plain", rank.index, plan=plan).train(range(6)), said, code=code)
     torch.distributed.barrier()
     return found
 

@@ -12,7 +12,7 @@ from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from gradcast.training.step.rank_consistency import RankConsistency
 from training import compare
-from training.attached import attach, heard, hosts_of, not_refused
+from training.attached import attach, heard, hosts_of, not_refused, planning
 from training.models import TASKS
 from training.needs import torch
 from training.ours import Ours
@@ -78,7 +78,7 @@ def test_other_numbers_of_workers_measure_again(ranks, tmp_path, world_size):
 
 def save_on_hosts(rank, mode, path):
     with hosts_of(1):
-        ours = Ours("plain", "adam plain", rank.index, mode=mode, adapt=True)
+        ours = Ours("plain", "adam plain", rank.index, mode=mode, plan=planning(adapt=True))
     ours.train(range(6))
     state = ours.handle.state_dict()
     if rank.index == 0:
@@ -89,7 +89,7 @@ def save_on_hosts(rank, mode, path):
 def load_on_hosts(rank, mode, path):
     """Goes on beside DDP. Rank 0's state counts."""
     with hosts_of(1):
-        twins = Twins(rank, "plain", "adam plain", mode=mode, adapt=True)
+        twins = Twins(rank, "plain", "adam plain", mode=mode, plan=planning(adapt=True))
     state = torch.load(path) if rank.index == 0 else {}
     with heard() as lines:
         twins.handle.load_state_dict(state)
@@ -223,7 +223,7 @@ def test_a_plan_that_is_loaded_between_backward_and_step(rank):
     state = first.handle.state_dict()
     planned = [place.name for place in first.handle.layout]
     first.handle.detach()
-    twins = Twins(rank, "transformer", "sgd plain", max_grad_norm=0.05)
+    twins = Twins(rank, "transformer", "sgd plain", clip=gradcast.Clip(norm=0.05))
     assert planned != [place.name for place in twins.handle.layout], "so nothing is shown"
     for number in range(4):
         for module, optimizer, forward in twins.each():

@@ -51,7 +51,7 @@ def test_nothing_of_gradcast_travels_on_the_programs_group_during_training(rank,
 def test_local_steps_use_the_programs_group_in_attach_only(rank):
     module = nn.Linear(4, 4)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = gradcast.attach(module, sgd, options=gradcast.Options(sync_every=2))
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(local=gradcast.LocalSteps(2)))
     before = operations_of_program()
     for _ in range(4):
         module(torch.ones(2, 4)).sum().backward()
@@ -132,7 +132,7 @@ def test_a_collective_block_holds_when_gradcast_begins_again_inside(rank):
 def test_with_local_steps_a_collective_block_keeps_steps_out(rank):
     module = nn.Linear(4, 4)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = gradcast.attach(module, sgd, options=gradcast.Options(sync_every=2))
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(local=gradcast.LocalSteps(2)))
     module(torch.ones(2, 4)).sum().backward()
     with handle.collective():
         found = not_refused(sgd.step, "step() inside handle.collective()")
@@ -150,7 +150,7 @@ def test_one_queue_on_a_device_is_refused_where_blocks_travel_under_forward(rank
         module = nn.Linear(3, 3)
         sgd = torch.optim.SGD(module.parameters(), lr=0.1)
         words = "CUDA_DEVICE_MAX_CONNECTIONS is 1", "hook mode"
-        local = gradcast.Options(sync_every=2)
+        local = gradcast.Options(local=gradcast.LocalSteps(2))
         found = not_refused(lambda: attach(module, sgd), *words)
         found += not_refused(lambda: gradcast.attach(module, sgd, options=local), *words)
         attach(module, None, "hook").detach()

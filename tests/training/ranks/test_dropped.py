@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+import gradcast
 from training import compare
 from training.attached import attach
 from training.needs import torch
@@ -47,7 +48,7 @@ def has_not_grown(before, after):
     return all(after[name] <= before[name] for name in before)
 
 
-LOCAL = {"local": 2, "local, inside a round": 12}  # sync_every
+LOCAL = {"local": 2, "local, inside a round": 12}  # steps of a round
 
 
 def trained(rank, mode, wrap=False):
@@ -56,7 +57,7 @@ def trained(rank, mode, wrap=False):
         net() if mode != "local, inside a round" else torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(20)])
     )
     called = torch.nn.parallel.DistributedDataParallel(module) if wrap else module
-    options = {"sync_every": LOCAL[mode], "adapt": True, "warmup_steps": 6} if is_local else {}
+    options = {"local": gradcast.LocalSteps(LOCAL[mode])} if is_local else {}
     torch.manual_seed(rank.index)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     handle = attach(called, optimizer, "overlap" if is_local else mode, **options)

@@ -155,9 +155,10 @@ def test_the_bound_on_thread_blocks_reaches_all_groups_of_blocks(rank):
     """Without a device; also the group inside of a host."""
     module = nn.Linear(3, 3)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    local = gradcast.Options(sync_every=2, inner="host", max_ctas=5)
+    nccl = gradcast.Nccl(max_ctas=5)
+    local = gradcast.Options(local=gradcast.LocalSteps(2, inner="host"), nccl=nccl)
     with nccl_named() as asked:
-        attach(module, sgd, max_ctas=5).detach()
+        attach(module, sgd, nccl=nccl).detach()
         with hosts_of(2):
             gradcast.attach(module, sgd, options=local).detach()
     found = [(each.config.max_ctas, each.is_high_priority_stream) for each in asked]
@@ -193,9 +194,9 @@ def test_torch_finds_nothing_to_warn_of_where_a_group_is_destroyed(rank):
 @on_ranks(2)
 def test_options_for_nccl_are_ignored_with_a_sentence_elsewhere(rank):
     with heard() as lines:
-        attach(nn.Linear(3, 3), None, "hook", max_ctas=4, register_buffers=True).detach()
+        attach(nn.Linear(3, 3), None, "hook", nccl=gradcast.Nccl(4, register_buffers=True)).detach()
     why = "is for blocks over NCCL, and blocks travel over gloo, so it changes nothing"
-    told = [f"options.{name} {why}" for name in ("max_ctas", "register_buffers")]
+    told = [f"options.nccl.{name} {why}" for name in ("max_ctas", "register_buffers")]
     assert [each for each in lines if "NCCL" in each] == (told if rank.index == 0 else [])
 
 

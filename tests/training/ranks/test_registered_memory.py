@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+import gradcast
 from training.attached import attach, not_refused
 from training.needs import torch
 from training.pool import on_ranks
@@ -46,7 +47,7 @@ def test_buffers_are_allocated_in_a_registered_pool(rank, mode):
     with nccl(lambda pool: calls.append(f"registers {pool}"), calls):
         attach(module, sgd, mode).detach()
         assert calls == []
-        attach(module, sgd, mode, register_buffers=True).detach()
+        attach(module, sgd, mode, nccl=gradcast.Nccl(register_buffers=True)).detach()
     pool = "a pool of NCCL's memory"
     assert calls[:2] == [f"registers {pool}", f"allocates in {pool}"]
 
@@ -59,4 +60,5 @@ def test_memory_that_one_rank_cannot_register_is_refused_on_all(rank):
 
     with nccl(register, []):
         words = ["rank 1 cannot make (this NCCL registers nothing)", "leave the option out"]
-        return not_refused(lambda: attach(nn.Linear(3, 3), None, "hook", register_buffers=True), *words)
+        options = {"nccl": gradcast.Nccl(register_buffers=True)}
+        return not_refused(lambda: attach(nn.Linear(3, 3), None, "hook", **options), *words)

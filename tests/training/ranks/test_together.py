@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import gradcast
-from training.attached import Attached, error_of, not_refused
+from training.attached import Attached, error_of, not_refused, planning
 from training.needs import torch
 from training.ours import Ours
 from training.pool import on_ranks
@@ -174,7 +174,7 @@ def balances(rank):
 def averages(rank):
     module = linears()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = gradcast.attach(module, sgd, options=gradcast.Options(sync_every=2))
+    handle = gradcast.attach(module, sgd, options=gradcast.Options(local=gradcast.LocalSteps(2)))
     handle.load_state_dict(handle.state_dict())
 
 
@@ -238,8 +238,8 @@ POINTS = [
     (trains, warmup.Warmup, "release", None),
     (trains, proposals.Proposer, "from_warmup", 0),
     (trains, controller.PlanController, "start_plan", None),
-    (lambda rank: trains(rank, adapt=True), calibration.Calibration, "_measured", None),
-    (lambda rank: trains(rank, adapt=True), proposals.Proposer, "from_calibration", 0),
+    (lambda rank: trains(rank, plan=planning(adapt=True)), calibration.Calibration, "_measured", None),
+    (lambda rank: trains(rank, plan=planning(adapt=True)), proposals.Proposer, "from_calibration", 0),
     (lambda rank: trains(rank, compare_every=3), base.RankConsistency, "_checksum", None),
     (grows, attachment, "trainable", None),
     (grows, attachment, "check_optimizers", None),

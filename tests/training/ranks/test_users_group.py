@@ -110,7 +110,7 @@ def alarm_and_new_plan(rank, mode, process_group, _):
 
     raised = []
     steps = 40 + STEPS_TO_ADAPT + 1
-    options = {"on_alarm": raised.append, "process_group": process_group}
+    options = {"watch": gradcast.Watch(on_alarm=raised.append), "process_group": process_group}
     with hosts_of(1):
         found = test_adapt.train(rank, mode, steps, facts_of, **options)
     versions = [version for version, _, _ in found["seen"]]
@@ -119,7 +119,7 @@ def alarm_and_new_plan(rank, mode, process_group, _):
 
 
 def clipping(rank, mode, process_group, _):
-    training = Training("overlap", process_group, max_grad_norm=1e-3)
+    training = Training("overlap", process_group, clip=gradcast.Clip(norm=1e-3))
     training.steps()
     training.handle.detach()
 
@@ -127,7 +127,8 @@ def clipping(rank, mode, process_group, _):
 def local_steps(rank, mode, process_group, _):
     module = nn.Linear(4, 2)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    handle = gradcast.attach(module, sgd, process_group=process_group, options=gradcast.Options(sync_every=2))
+    local = gradcast.Options(local=gradcast.LocalSteps(2))
+    handle = gradcast.attach(module, sgd, process_group=process_group, options=local)
     for _ in range(7):
         module(torch.ones(4, 4)).sum().backward()
         sgd.step()

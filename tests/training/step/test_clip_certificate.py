@@ -5,6 +5,7 @@ import unittest.mock
 
 import pytest
 
+import gradcast
 from gradcast.training.plan import candidates, proposals
 from gradcast.training.step.clip_certificate import ClipCertificate
 from training.models import Branches
@@ -22,7 +23,7 @@ QUIET, LOUD, OPPOSED = "quiet", "loud", "opposed"
 def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, arguments=(), asks=False, **options):
     """Steps of these kinds. Returns the twins, and for each step after the warm-up whether it was certified, and so did
     not wait for all gradients. ``asks``: for the clipping before step(), as a framework does."""
-    options |= {"policy": "p3", "max_grad_norm": MAX_NORM, "grad_norm_type": norm_type}
+    options |= {"policy": "p3", "clip": gradcast.Clip(norm=MAX_NORM, norm_type=norm_type)}
     twins = Twins(rank, model, optimizer, find_unused=True, **options)
     certified = []
     exchange = twins.handle._session.exchange
@@ -121,7 +122,7 @@ def test_parameters_without_gradients(rank):
 
 @on_ranks(2)
 def test_accumulated_gradients(rank):
-    twins = Twins(rank, "plain", "adamw fused", policy="p3", max_grad_norm=1e3)
+    twins = Twins(rank, "plain", "adamw fused", policy="p3", clip=gradcast.Clip(norm=1e3))
     for _, module, optimizer, forward in twins.rounds(8):
         optimizer.zero_grad()
         with twins.no_sync(module):
@@ -136,7 +137,7 @@ def test_accumulated_gradients(rank):
 
 @on_ranks(2)
 def test_values_are_clipped_by_part(rank):
-    twins = Twins(rank, "plain", "adamw foreach", policy="p3", max_grad_value=1e-3)
+    twins = Twins(rank, "plain", "adamw foreach", policy="p3", clip=gradcast.Clip(value=1e-3))
     for _, module, optimizer, forward in twins.rounds(9):
         optimizer.zero_grad()
         twins.task.loss(forward, twins.batch()).backward()

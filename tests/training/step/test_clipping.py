@@ -1,4 +1,4 @@
-"""options.max_grad_norm: torch's clipping, inside of a step that is carried out later, bit for bit on two ranks."""
+"""options.clip: torch's clipping, inside of a step that is carried out later, bit for bit on two ranks."""
 
 import contextlib
 import functools
@@ -26,18 +26,17 @@ def clip(module, max_norm=MAX_NORM):
     return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
 
 
-def trained(rank, task, optimizer, arguments=lambda number: (), change=lambda number, module: None, **options):
+def trained(rank, task, optimizer, arguments=lambda number: (), change=lambda *_: None, max_norm=MAX_NORM, **options):
     """How gradcast with clipping inside differs from DDP with torch's. ``arguments``: of forward, by step; ``change``:
     what the user does to gradients before they are clipped."""
-    options = {"max_grad_norm": MAX_NORM} | options
-    twins = Twins(rank, task, optimizer, **options)
+    twins = Twins(rank, task, optimizer, clip=gradcast.Clip(norm=max_norm), **options)
     found = []
     for number, module, step, forward in twins.rounds(12):
         step.zero_grad()
         twins.task.loss(forward, twins.batch(), *arguments(number)).backward()
         change(number, module)
         if module is twins.modules[0]:
-            norm = clip(module, options["max_grad_norm"])
+            norm = clip(module, max_norm)
         step.step()
         if module is twins.modules[1] and number % 4 == 3:
             found += twins.differences()
@@ -52,7 +51,7 @@ def trained(rank, task, optimizer, arguments=lambda number: (), change=lambda nu
 )
 @on_ranks(2)
 def test_it_equals_torch(rank, task, optimizer, max_norm):
-    return trained(rank, task, optimizer, max_grad_norm=max_norm)
+    return trained(rank, task, optimizer, max_norm=max_norm)
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])
@@ -68,7 +67,7 @@ def test_gradients_that_the_user_replaces(rank, how):
 
 
 def with_scaler(rank, unscale):
-    twins = Twins(rank, "plain", "sgd fused", max_grad_norm=MAX_NORM)
+    twins = Twins(rank, "plain", "sgd fused", clip=gradcast.Clip(norm=MAX_NORM))
     scalers = {module: torch.amp.GradScaler("cpu", init_scale=1024.0) for module in twins.modules}
     for _, module, optimizer, forward in twins.rounds(8):
         optimizer.zero_grad()
@@ -97,7 +96,7 @@ def test_scaled_gradients_are_not_clipped(rank):
 def test_hook_mode_refuses_it(rank):
     found = []
     for name in ("norm", "value"):
-        call = functools.partial(attach, nn.Linear(2, 2), None, "hook", **{f"max_grad_{name}": 1.0})
+        call = functools.partial(attach, nn.Linear(2, 2), None, "hook", clip=gradcast.Clip(**{name: 1.0}))
         found += not_refused(call, f"clip_grad_{name}_")
     return found
 
@@ -107,7 +106,7 @@ def one_of_two(rank, world_size, max_norm):
     nothing is sent."""
     task = TASKS["plain"]
     sides = [(module, optimizers.two_halves(module)) for module in (task.module(), task.module())]
-    handle = attach(*sides[1], policy="fifo", max_grad_norm=max_norm)
+    handle = attach(*sides[1], policy="fifo", clip=gradcast.Clip(norm=max_norm))
     theirs = nn.parallel.DistributedDataParallel(sides[0][0]) if world_size > 1 else sides[0][0]
     for number in range(10):
         for forward, (module, both) in zip((theirs, sides[1][0]), sides, strict=True):
@@ -146,7 +145,7 @@ def test_a_certificate_that_was_wrong_is_an_error(rank, known):
         proposals, "best_for_steps", lambda profile, modes, _, options, *__: choose_plan(profile, modes[0], options)
     )
     with late, overlaps, mock.patch.object(ClipCertificate, "hold", return_value=torch.tensor(True)):
-        handle = attach(module, sgd, max_grad_norm=1e-3)
+        handle = attach(module, sgd, clip=gradcast.Clip(norm=1e-3))
         for _ in range(4):  # steps 0 to 2 measure
             sgd.zero_grad()
             module(torch.ones(2, 4)).sum().backward()

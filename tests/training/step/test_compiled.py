@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from training.attached import heard
+from training.attached import heard, planning
 from training.needs import torch
 from training.pool import on_ranks
 from training.twins import Twins
@@ -101,9 +101,8 @@ def compiled_model(**options):
 def test_a_split_model_waits_part_by_part(rank, how):
     """Nothing is compiled again. DDP's model has the same code, compiled before without breaks."""
     torch._dynamo.reset()
-    blocks = {"policy": "p3", "policy_parameters": {"slice_elements": 150}}
     model = Blocks if how == "module" else compiled_model
-    twins = Twins(rank, model, split_compiled=True, wrap=how == "ddp", **blocks)
+    twins = Twins(rank, model, split_compiled=True, wrap=how == "ddp", plan=planning("p3", slice_elements=150))
     if how == "module":
         for module in twins.modules:
             module.compile(backend="aot_eager")

@@ -100,7 +100,7 @@ def test_clipping_gives_torchs_norm_within_rounding(rank):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 300)).to("cuda")
         sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-        handle = attach(module, sgd, max_grad_norm=0.5 if own else None)
+        handle = attach(module, sgd, clip=gradcast.Clip(norm=0.5 if own else None))
         for number in range(STEPS):
             torch.manual_seed(number)
             sgd.zero_grad()

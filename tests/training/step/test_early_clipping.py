@@ -9,7 +9,7 @@ import pytest
 import gradcast
 from gradcast.frameworks.clipping import ClipCalls, with_clipping
 from training import compare
-from training.attached import error_of, heard, not_refused
+from training.attached import error_of, heard, not_refused, planning
 from training.needs import torch
 from training.pool import on_ranks
 from training.sides import DDP, Side, net
@@ -18,7 +18,6 @@ from training.test_disabled import disabling
 nn = torch.nn
 MAX_NORM, MAX_VALUE = 0.5, 0.05  # some steps of the program below are clipped, others not
 KINDS = {"norm": {"norm": MAX_NORM}, "value": {"value": MAX_VALUE}}
-OPTIONS = {"adapt": False, "warmup_steps": 3, "policy": "p3"}
 
 
 def torch_clips(kind, parameters, **more):
@@ -37,7 +36,7 @@ class Clipped(Side):
             self.forward = DDP(self.module) if world_size > 1 else self.module
             return
         self.forward = self.module
-        options = with_clipping(gradcast.Options(**OPTIONS), "it", **KINDS[kind])
+        options = with_clipping(gradcast.Options(plan=planning("p3")), "it", **KINDS[kind])
         self.handles.append(gradcast.attach(self.module, self.optimizer, options=options))
         self.calls = ClipCalls(self.handle, options)
 
@@ -194,13 +193,13 @@ def test_a_call_unlike_the_setting_is_left_to_the_framework(rank):
     found += [] if len(told) == (rank.index == 0) else told
     assert side.calls.norm(own, elsewhere, MAX_NORM) == "its own"
     # What the program's own options ask for is not put aside.
-    side.calls = ClipCalls(side.handle, gradcast.Options(max_grad_norm=MAX_NORM))
+    side.calls = ClipCalls(side.handle, gradcast.Options(clip=gradcast.Clip(norm=MAX_NORM)))
     for call in (
         functools.partial(side.calls.norm, own, every, MAX_NORM, math.inf),
         functools.partial(side.calls.value, own, every, MAX_NORM),
         functools.partial(side.calls.norm, own, every[1:], MAX_NORM),
     ):
-        found += not_refused(call, "the framework's clip call clips", "max_grad_norm=0.5", "clip alike")
+        found += not_refused(call, "the framework's clip call clips", "Clip(norm=0.5)", "clip alike")
     assert side.calls.norm(own, elsewhere, MAX_NORM) == "its own"
     side.handle.detach()
     assert side.calls.norm(own, every, 1.0) == "its own"
@@ -255,13 +254,13 @@ def test_a_function_of_on_update_reads_the_norm_of_its_step(rank):
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_must_agree(kind):
     setting = {"norm": 1.0} if kind == "norm" else {"value": 1.0}
-    name = f"max_grad_{kind}"
-    same = gradcast.Options(**{name: 1.0})
+    same = gradcast.Options(clip=gradcast.Clip(**setting))
     assert with_clipping(same, "it", **setting) is same
-    taken = with_clipping(gradcast.Options(in_flight=2), "it", **setting)
-    assert (getattr(taken, name), taken.in_flight, taken.clips_unasked) == (1.0, 2, False)
-    for other in ({name: 2.0}, {"max_grad_norm": 1.0, "grad_norm_type": 1.0}, {"max_grad_value": 0.5}):
-        code, words = error_of(functools.partial(with_clipping, gradcast.Options(**other), "Trainer has it", **setting))
+    taken = with_clipping(gradcast.Options(compare_every=2), "it", **setting)
+    assert (getattr(taken.clip, kind), taken.compare_every, taken.clip.unasked) == (1.0, 2, False)
+    for other in ({kind: 2.0}, {"norm": 1.0, "norm_type": 1.0}, {"value": 0.5}):
+        options = gradcast.Options(clip=gradcast.Clip(**other))
+        code, words = error_of(functools.partial(with_clipping, options, "Trainer has it", **setting))
         assert code == "invalid_use", words
         assert "Trainer has it" in words
     for unusual in (math.inf, -1.0):

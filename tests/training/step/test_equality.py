@@ -3,16 +3,18 @@
 The cases cover each model, kind and form of optimizer, number of ranks, mode, way to wrap, and kind of plan.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+import gradcast
+from training.attached import planning
 from training.ours import Ours
 from training.plain import beside_plain_loop
 
 STEPS = 30
 # Slices small enough that these small models are cut.
-CUT = {"policy": "p3", "policy_parameters": {"slice_elements": 300}}
+CUT = planning("p3", slice_elements=300)
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Case:
     world_size: int
     mode: str
     wrap: bool = False
+    plan: gradcast.Planning = field(default_factory=planning)
     options: dict = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -31,22 +34,23 @@ class Case:
 CASES = [
     Case("convnet", "sgd foreach", 2, "overlap"),
     Case("convnet", "adamw fused", 3, "overlap", True, CUT),
-    Case("convnet_last", "adam plain", 4, "hook", False, {"policy": "fifo"}),
+    Case("convnet_last", "adam plain", 4, "hook", False, planning("fifo")),
     Case("transformer", "adam fused", 4, "overlap", False, CUT),
     Case("transformer", "adamw foreach", 2, "hook", True),
-    Case("transformer", "sgd plain", 3, "overlap", False, {"policy": "bytescheduler", "in_flight": 2}),
+    Case("transformer", "sgd plain", 3, "overlap", False, planning("bytescheduler", in_flight=2)),
     Case("mixed64", "adam foreach", 3, "hook", False, CUT),
     Case("mixed64", "adamw plain", 4, "overlap"),
-    Case("mixed16", "adam fused", 2, "overlap", False, {"policy": "fifo"}),
+    Case("mixed16", "adam fused", 2, "overlap", False, planning("fifo")),
     Case("mixed16", "sgd foreach", 3, "hook", True),
-    Case("recurrent", "sgd fused", 2, "overlap", False, CUT | {"in_flight": 3}),
-    Case("odd", "adam plain", 3, "overlap", False, {"policy": "p3", "policy_parameters": {"slice_elements": 50}}),
+    Case("recurrent", "sgd fused", 2, "overlap", False, replace(CUT, in_flight=3)),
+    Case("odd", "adam plain", 3, "overlap", False, planning("p3", slice_elements=50)),
 ]
 
 
 def train_both(rank, case, steps):
     """What is wrong, with what the ranks have followed; and the statistics."""
-    ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, warmup_steps=6, **case.options)
+    plan = replace(case.plan, warmup_steps=6)
+    ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, plan=plan)
     found, losses = beside_plain_loop(rank, ours, case.optimizer, steps)
     # A step's loss shows the parameters after the step before it.
     found += [f"the loss of step {step} differs" for step, (ours, theirs) in enumerate(losses) if ours != theirs][:1]
@@ -60,7 +64,7 @@ def train_both(rank, case, steps):
 
 def require_that_the_plan_was_followed(case, followed):
     """Equality means little if training never left the warm-up, or if everything always went in one block."""
-    policy = case.options.get("policy", "forecast")
+    policy = case.plan.policy
     warmup, planned = followed[:6], followed[6:]
     assert {each.policy for each in planned} == {policy}
     assert policy not in {each.policy for each in warmup}

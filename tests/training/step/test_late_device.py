@@ -17,7 +17,7 @@ from gradcast.training.compat import extension, later_read
 from gradcast.training.plan.expectation import Expectation
 from gradcast.training.step import gradient_exchange
 from training import _late_device
-from training.attached import Attached, attach
+from training.attached import Attached, attach, planning
 from training.needs import torch
 from training.pool import on_ranks
 from training.step.test_equality import CASES, train_both
@@ -96,9 +96,9 @@ def test_a_step_begins_before_the_host_has_heard_of_the_ends_of_the_last_one(ran
 def test_all_blocks_of_a_step_are_queued_before_the_first_ends(rank, mode):
     """As DDP's buckets are. A host that waited for the device could not queue the kernels behind them in time."""
     layers = [nn.Linear(8, 8, bias=False) for _ in range(20)]
-    buckets = {"first_bytes": 1, "cap_bytes": 1}
+    plan = planning("ddp", first_bytes=1, cap_bytes=1)
     with late_device(40_000) as transports:
-        attached = Attached(nn.Sequential(*layers), mode, policy="ddp", policy_parameters=buckets)
+        attached = Attached(nn.Sequential(*layers), mode, plan=plan)
     for _ in range(5):
         attached.step(torch.ones(4, 8))
     attached.handle.flush()
@@ -111,7 +111,7 @@ def test_steps_as_ddp_only_order_streams(rank, mode):
     """The host goes on before it has heard of an end, as DDP's does."""
     never = property(lambda _: False)
     with late_device(60_000), mock.patch.object(Expectation, "is_worth_trying", never):
-        attached = Attached(nn.Linear(8, 8), mode, adapt=True)
+        attached = Attached(nn.Linear(8, 8), mode, plan=planning(adapt=True))
         travelling = []
         for _ in range(3 + 9 + 4):  # warm-up, the plan's first steps, and some
             attached.step(torch.ones(4, 8))
@@ -167,9 +167,9 @@ class Branch(nn.Module):
 CLIPPING = {"certify": 5, "certified_share_if": 1, "any_asks_for_plan": 1}
 WAITS = {
     "plain": ({}, {}),
-    "values": ({"max_grad_value": 0.1}, {}),
-    "certified": ({"max_grad_norm": 1e4}, CLIPPING),
-    "clipped": ({"max_grad_norm": 1e-3}, CLIPPING),
+    "values": ({"value": 0.1}, {}),
+    "certified": ({"norm": 1e4}, CLIPPING),
+    "clipped": ({"norm": 1e-3}, CLIPPING),
     "unused": ({}, {"usage": 5}),
 }
 
@@ -178,12 +178,12 @@ WAITS = {
 @on_ranks(2)
 def test_the_host_waits_for_values_no_more_often_than_said(rank, case, mode):
     """docs/internals/cuda.md lists where."""
-    options, expected = WAITS[case]
-    if mode == "hook" and options:  # which clips nothing
+    clip, expected = WAITS[case]
+    if mode == "hook" and clip:  # which clips nothing
         return None
     with late_device():
         module = Branch(rank.index) if case == "unused" else nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-        attached = Attached(module, mode, **options)
+        attached = Attached(module, mode, clip=gradcast.Clip(**clip))
     for _ in range(10):
         attached.step(torch.ones(4, 8))
     with counted_reads() as counts:
@@ -228,7 +228,7 @@ def test_a_failure_that_comes_after_the_host_has_gone_on_is_raised(rank, next_us
 def test_what_comes_in_one_block_is_updated_in_one_call(rank):
     with late_device():
         module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
-        attached = Attached(module, policy="ddp", policy_parameters={"first_bytes": 1 << 20})
+        attached = Attached(module, plan=planning("ddp", first_bytes=1 << 20))
     for _ in range(8):
         attached.step(torch.ones(4, 8))
     attached.handle.flush()

@@ -168,7 +168,7 @@ LOOPS = {
     "checkpointing": lambda side: steps(side, again=True),
     "not sent": lambda side: steps(side, broadcast_buffers=False, ddp_options={"broadcast_buffers": False}),
     "a narrow wire": on_a_narrow_wire,
-    "a plan for what was measured": lambda side: steps(side, policy=gradcast.Options().policy),
+    "a plan for what was measured": lambda side: steps(side, policy=gradcast.Planning.policy),
     "accumulation": accumulation,
     "forwards without backward": forwards_without_backward,
     "forwards without gradients": forwards_without_gradients,

@@ -112,7 +112,7 @@ class Scheduled(torch.optim.SGD):
 @on_ranks(2)
 def test_an_optimizer_that_asks_an_object_updates_inside_step(rank, where):
     with heard() as lines:
-        twins = Twins(rank, "plain", lambda module: Recipe(Scheduled(module.parameters(), where)), policy="fifo")
+        twins = Twins(rank, "plain", lambda m: Recipe(Scheduled(m.parameters(), where)), policy="fifo")
         for number in range(9):
             twins.step()
             for _, optimizer, _ in twins.each():

@@ -9,6 +9,7 @@ import weakref
 import pytest
 
 from training import compare
+from training.attached import planning
 from training.needs import torch
 from training.optimizers import CountsItself, Recipe
 from training.pool import on_ranks
@@ -139,7 +140,7 @@ def hooks_of_the_base_class(side):
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     module = net()
     optimizer = CallsItsBase(module.parameters(), lr=0.01, momentum=0.9)
-    called = side.called(module, optimizer, policy="p3", policy_parameters={"slice_elements": 50})
+    called = side.called(module, optimizer, plan=planning("p3", slice_elements=50))
     calls = {"pre": 0, "post": 0}
     optimizer.register_step_pre_hook(lambda *_: calls.update(pre=calls["pre"] + 1))
     optimizer.register_step_post_hook(lambda *_: calls.update(post=calls["post"] + 1))

@@ -57,7 +57,7 @@ def test_what_updates_by_itself_is_no_wrapper():
 def test_clipping_inside_is_refused_where_a_scaler_drives_the_wrapper():
     module = nn.Linear(2, 2)
     wrapper = Wrapper(torch.optim.SGD(module.parameters(), lr=0.1), torch.amp.GradScaler("cpu"))
-    options = gradcast.Options(max_grad_norm=1.0)
+    options = gradcast.Options(clip=gradcast.Clip(norm=1.0))
     assert not_refused(lambda: gradcast.attach(module, wrapper, options=options), "GradScaler") == []
 
 

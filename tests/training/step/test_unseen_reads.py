@@ -11,7 +11,7 @@ from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
 from gradcast.training.step import pending
 from gradcast.training.step.unseen_waits import UnseenWaits
 from training import compare
-from training.attached import attach, heard
+from training.attached import attach, heard, planning
 from training.models import ReadsMemory, at_address
 from training.needs import torch
 from training.pool import on_ranks
@@ -122,7 +122,7 @@ def made(kind, *arguments):
 
 
 def attached(model, sgd, mode, **options):
-    return attach(model, sgd, mode, **{"policy": "p3", "policy_parameters": {"slice_elements": 150}} | options)
+    return attach(model, sgd, mode, **{"plan": planning("p3", slice_elements=150)} | options)
 
 
 def step_held_back(rank, number, model, sgd):
@@ -280,7 +280,7 @@ def test_graphed_modules_read_what_has_been_updated(rank, mode):
     for number in (0, 4):
         graphed(ours[number])
     sgds = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (theirs, ours)]
-    handle = attach(ours, sgds[1], mode, policy="p3", policy_parameters={"slice_elements": 150})
+    handle = attach(ours, sgds[1], mode, plan=planning("p3", slice_elements=150))
     for number in range(12):
         torch.manual_seed(10 * number + rank.index)
         batch = torch.randn(8, 16)

@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from training import compare, optimizers
-from training.attached import attach, not_refused
+from training.attached import attach, not_refused, planning
 from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
@@ -34,7 +34,7 @@ AVERAGES = {
     "with_buffers": {"avg_fn": scaled_sum, "use_buffers": True},
 }
 # Blocks of few elements arrive one by one.
-SMALL_BLOCKS = {"policy": "p3", "policy_parameters": {"slice_elements": 150}}
+SMALL_BLOCKS = {"plan": planning("p3", slice_elements=150)}
 
 
 class WithFrozen(nn.Sequential):

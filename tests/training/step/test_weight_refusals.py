@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import gradcast
 from training.attached import attach, error_of, heard, not_refused
 from training.needs import torch
 from training.pool import on_ranks
@@ -83,7 +84,7 @@ def test_weights_that_reach_no_backward_pass_are_refused(rank, mode):
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come_to_the_first_weight_is_named(rank):
-    uneven = Uneven(rank, "overlap", layers(), stall_warning_s=0.2)
+    uneven = Uneven(rank, "overlap", layers(), watch=gradcast.Watch(stall_warning_s=0.2))
 
     def comes_when_it_is_named():
         while not any("the first handle.weight() on every rank" in x and "rank 1 has not" in x for x in lines):

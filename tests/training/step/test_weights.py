@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
+import gradcast
 from training import compare
-from training.attached import Attached, attach, not_refused
+from training.attached import Attached, attach, not_refused, planning
 from training.models import Branches, ConvNet
 from training.needs import torch
 from training.pool import on_ranks
@@ -109,7 +110,7 @@ class Uneven:
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(torch.float64, {}), (torch.float32, {"policy": "fifo", "in_flight": 2})],
+    [(torch.float64, {}), (torch.float32, {"plan": planning("fifo", in_flight=2)})],
     ids=["float64", "float32"],
 )
 @on_ranks(3)
@@ -182,7 +183,7 @@ def test_micro_batches(rank, mode):
 @pytest.mark.parametrize("max_norm", [0.05, 1e6], ids=["clips", "does not clip"])
 @on_ranks(3)
 def test_clipping_by_norm(rank, max_norm):
-    uneven = Uneven(rank, "overlap", layers(torch.float64), max_grad_norm=max_norm, policy="fifo")
+    uneven = Uneven(rank, "overlap", layers(torch.float64), clip=gradcast.Clip(norm=max_norm), policy="fifo")
     uneven.clips = lambda parameters: nn.utils.clip_grad_norm_(list(parameters), max_norm)
     found = uneven.trained(COUNTS, 1e-12, every=3)
     share = uneven.handle.stats()["clipping"]["certified_share"]
@@ -191,7 +192,7 @@ def test_clipping_by_norm(rank, max_norm):
 
 @on_ranks(3)
 def test_clipping_by_value(rank):
-    uneven = Uneven(rank, "overlap", layers(torch.float64), max_grad_value=0.01)
+    uneven = Uneven(rank, "overlap", layers(torch.float64), clip=gradcast.Clip(value=0.01))
     uneven.clips = lambda parameters: nn.utils.clip_grad_value_(list(parameters), 0.01)
     return uneven.trained(COUNTS, 1e-12)
 

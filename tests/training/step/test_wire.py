@@ -7,12 +7,14 @@ ranks there are.
 import copy
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 
+import gradcast
 from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS, SIGNATURE_ELEMENTS
 from training import compare, optimizers
-from training.attached import attach, heard, hosts_of, not_refused
+from training.attached import attach, heard, hosts_of, not_refused, planning
 from training.int8_mean import Int8Mean
 from training.models import TASKS, Branches
 from training.needs import torch
@@ -64,17 +66,17 @@ class Int8:
 
 
 CASES = [
-    ("int8", Case("transformer", "adam fused", 4, "overlap", False, {"adapt": True, "ranks_per_host": 2})),
-    ("bf16", Case("convnet", "sgd plain", 4, "hook", False, CUT | {"ranks_per_host": 2, "in_flight": 2})),
-    ("int8", Case("transformer", "sgd plain", 3, "overlap", False, CUT | {"in_flight": 2})),
+    ("int8", Case("transformer", "adam fused", 4, "overlap", False, planning(adapt=True), {"ranks_per_host": 2})),
+    ("bf16", Case("convnet", "sgd plain", 4, "hook", False, replace(CUT, in_flight=2), {"ranks_per_host": 2})),
+    ("int8", Case("transformer", "sgd plain", 3, "overlap", False, replace(CUT, in_flight=2))),
     ("int8", Case("convnet", "adamw fused", 4, "hook", True, CUT)),
-    ("int8", Case("odd", "adam plain", 3, "overlap", False, {"policy": "fifo", "adapt": True})),
-    ("int8", Case("plain", "sgd plain", 2, "overlap", False, {"max_grad_norm": 0.1})),
-    ("fp16", Case("transformer", "sgd plain", 3, "overlap", False, CUT | {"in_flight": 2})),
+    ("int8", Case("odd", "adam plain", 3, "overlap", False, planning("fifo", adapt=True))),
+    ("int8", Case("plain", "sgd plain", 2, "overlap", False, options={"clip": gradcast.Clip(norm=0.1)})),
+    ("fp16", Case("transformer", "sgd plain", 3, "overlap", False, replace(CUT, in_flight=2))),
     ("fp16", Case("convnet_last", "adam plain", 4, "overlap", True)),
-    ("fp16", Case("mixed64", "adam foreach", 2, "hook", False, CUT | {"in_flight": 3})),
-    ("bf16", Case("odd", "adam plain", 3, "overlap", False, {"policy": "fifo", "adapt": True})),
-    ("bf16", Case("plain", "sgd plain", 3, "overlap", False, {"max_grad_norm": 0.1})),
+    ("fp16", Case("mixed64", "adam foreach", 2, "hook", False, replace(CUT, in_flight=3))),
+    ("bf16", Case("odd", "adam plain", 3, "overlap", False, planning("fifo", adapt=True))),
+    ("bf16", Case("plain", "sgd plain", 3, "overlap", False, options={"clip": gradcast.Clip(norm=0.1)})),
 ]
 
 
@@ -82,7 +84,8 @@ def train_both(rank, wire, case):
     options = dict(case.options)
     ranks_per_host = options.pop("ranks_per_host", 1)
     with hosts_of(ranks_per_host):
-        ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, wire=wire, **options)
+        options |= {"mode": case.mode, "wrap": case.wrap, "wire": wire, "plan": case.plan}
+        ours = Ours(case.task, case.optimizer, rank.index, **options)
     task = TASKS[case.task]
     reference = task.module(seed=0)
     recipe = optimizers.make(case.optimizer, reference)
@@ -97,8 +100,8 @@ def train_both(rank, wire, case):
             int8.average()
         else:
             average(reference.parameters(), wire, rank.size, ranks_per_host)
-        if "max_grad_norm" in case.options:
-            nn.utils.clip_grad_norm_(reference.parameters(), case.options["max_grad_norm"])
+        if "clip" in case.options:
+            nn.utils.clip_grad_norm_(reference.parameters(), case.options["clip"].norm)
         recipe.optimizer.step()
         recipe.after_step()
     ours.handle.flush()
@@ -257,13 +260,13 @@ def ranges(handle):
 
 @on_ranks(2)
 def test_a_plan_made_without_is_followed_in_a_wire_format(rank, tmp_path):
-    first = Ours("plain", "sgd plain", rank.index, policy="p3", policy_parameters={"slice_elements": 50})
+    first = Ours("plain", "sgd plain", rank.index, plan=planning("p3", slice_elements=50))
     first.train(range(4))
     path = f"{tmp_path}/plan.json"
     if rank.index == 0:
         first.handle.save_plan(path)
     torch.distributed.barrier()
-    ours = Ours("plain", "sgd plain", rank.index, plan=path, wire="bf16")
+    ours = Ours("plain", "sgd plain", rank.index, plan=replace(planning(), file=path), wire="bf16")
     ours.train(range(4))
     stats = ours.handle.stats()
     assert (stats["wire"], stats["wire_bytes"]) == ("bf16", stats["bytes"] / 2)

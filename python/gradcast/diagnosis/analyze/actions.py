@@ -164,7 +164,8 @@ def _by_profile(situation: Situation) -> Iterator[Action]:
         yield by_play("powersgd", title, how, lambda link: powersgd.step_ns(profile, link, rank))
     if local_rounds.ratio(profile, situation.own_link) > local_rounds.WORTHWHILE_RATIO:
         every = local_rounds.suggested_every(profile, situation.own_link)
-        how = f"without DistributedDataParallel: gradcast.attach(model, optimizer, options=Options(sync_every={every}))"
+        given = f"options=Options(local=LocalSteps({every}))"
+        how = f"without DistributedDataParallel: gradcast.attach(model, optimizer, {given})"
         title = f"local steps, averaged every {every} (changes the algorithm; {local_rounds.KNOWN})"
         share = situation.byte_cost("fp32")
         yield by_play("local", title, how, lambda link: local_rounds.step_ns(profile, link.scaled(1, share), every))

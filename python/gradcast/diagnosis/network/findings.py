@@ -193,8 +193,8 @@ def _one_connection(measured: NetworkMeasurements) -> Iterator[Finding]:
             f"One TCP connection reaches {_rate(one)}, {count} reach {_rate(several)}, and Gloo has "
             f"{host.chosen.connections} between two ranks: set GLOO_SOCKET_IFNAME={names}, "
             f"which gives it {count}. Each operation uses one connection, so more help only with several operations in "
-            f"flight: DDP's buckets, or gradcast.Options(in_flight={count}). If the TCP window is the limit, larger "
-            "net.ipv4.tcp_rmem and tcp_wmem help each connection",
+            f"flight: DDP's buckets, or gradcast.Options(plan=gradcast.Planning(in_flight={count})). If the TCP window "
+            "is the limit, larger net.ipv4.tcp_rmem and tcp_wmem help each connection",
         )
 
 

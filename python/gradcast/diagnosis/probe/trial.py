@@ -25,7 +25,7 @@ from gradcast.errors import Error
 from gradcast.training.attach import attach_inside
 from gradcast.training.attached_modules import attached_modules
 from gradcast.training.handle import Handle
-from gradcast.training.options import Options
+from gradcast.training.options import Options, Watch
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.sessions.disabled import VARIABLE as DISABLE_VARIABLE
 
@@ -73,7 +73,7 @@ def try_overlap(
     ``wrappers`` are all wrappers of the module, the user's first. ``pause_ms`` is the loop's time between steps.
     Afterwards module and optimizers are as before, except for their values.
     """
-    options = Options(timeline_steps=_FOLLOWED_STEPS)
+    options = Options(watch=Watch(timeline_steps=_FOLLOWED_STEPS))
     followed = CALIBRATION_STEPS + _WARMUP_STEPS + _FOLLOWED_STEPS
     module, process_group = wrappers[0].module, wrappers[0].process_group
     with _quietly_enabled(module):
@@ -83,7 +83,7 @@ def try_overlap(
             return Trial(error=str(error))
         try:
             attached = _Attached(module, handle)
-            prober.steps(attached, options.warmup_steps, pause_ms=pause_ms)
+            prober.steps(attached, options.plan.warmup_steps, pause_ms=pause_ms)
             made = [_step(prober, attached, handle, pause_ms) for _ in range(followed)]
             handle.flush()
             return Trial(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradcast.training.options import Options
+from gradcast.training.options import LocalSteps
 
 LR, MOMENTUM, MERGE = 0.7, 0.9, 0.5
 
@@ -22,11 +22,11 @@ class OuterOptimizer:
     momentum: float | None
 
     @classmethod
-    def of(cls, options: Options) -> "OuterOptimizer":
-        if options.outer_averages:
+    def of(cls, local: LocalSteps) -> "OuterOptimizer":
+        if local.averages:
             return cls(1.0, None)
-        lr = LR if options.outer_lr is None else options.outer_lr
-        return cls(lr, MOMENTUM if options.outer_momentum is None else options.outer_momentum)
+        lr = LR if local.lr is None else local.lr
+        return cls(lr, MOMENTUM if local.momentum is None else local.momentum)
 
     def update(self, values: torch.Tensor, momentum: torch.Tensor | None, difference: torch.Tensor) -> None:
         """Moves ``values`` in place, with the bits of ``torch.optim.SGD(nesterov=True)`` whose gradient is
@@ -40,20 +40,21 @@ class OuterOptimizer:
     def settings(self) -> dict[str, Any]:
         """By the names of the options."""
         if self.momentum is None:
-            return {"outer": "average", "outer_lr": None, "outer_momentum": None}
-        return {"outer": "nesterov", "outer_lr": self.lr, "outer_momentum": self.momentum}
+            return {"outer": "average", "lr": None, "momentum": None}
+        return {"outer": "nesterov", "lr": self.lr, "momentum": self.momentum}
 
     def describe(self) -> str:
         if self.momentum is None:
             return "the mean of the ranks' parameters"
-        return f"Nesterov momentum, outer_lr {self.lr:g}, outer_momentum {self.momentum:g}"
+        return f"Nesterov momentum, lr {self.lr:g}, momentum {self.momentum:g}"
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a saved state: an older one has None for the defaults of Nesterov momentum."""
+    """Those of a saved state: an older one has other names, and None for the defaults of Nesterov momentum."""
+    settings = {name.replace("sync_every", "every").removeprefix("outer_"): each for name, each in settings.items()}
     if settings.get("outer") == "average":
-        return dict(settings)
-    defaults = {"outer": "nesterov", "outer_lr": LR, "outer_momentum": MOMENTUM}
+        return settings
+    defaults = {"outer": "nesterov", "lr": LR, "momentum": MOMENTUM}
     return defaults | {name: each for name, each in settings.items() if each is not None or name not in defaults}
 
 

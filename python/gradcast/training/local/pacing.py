@@ -17,7 +17,7 @@ from gradcast import local_pace
 from gradcast.errors import refused
 from gradcast.random_state import random_state, restore_random_state
 from gradcast.training.acceptance import Accepted
-from gradcast.training.options import Options
+from gradcast.training.options import LocalSteps
 from gradcast.training.ranks.group import Group
 
 _log = logging.getLogger("gradcast")
@@ -29,8 +29,8 @@ Score = float | str  # or what is wrong with it
 class Pacing:
     """``measured_step``: when the gap was measured last. ``last``: what was found then."""
 
-    def __init__(self, accepted: Accepted, options: Options, group: Group) -> None:
-        self._model, self._options = accepted.whole, options
+    def __init__(self, accepted: Accepted, local: LocalSteps, group: Group) -> None:
+        self._model, self._local = accepted.whole, local
         self._device, self._tells = accepted.device, group.rank == 0
         self.measured_step = 0
         self.last: dict[str, Any] | None = None
@@ -39,21 +39,20 @@ class Pacing:
         return local_pace.is_due(every, step - self.measured_step)
 
     def score(self) -> Score:
-        """What ``options.evaluate`` returns for the model as it is."""
+        """What ``options.local.evaluate`` returns for the model as it is."""
         with undisturbed(self._model, self._device):
             try:
-                found = self._options.evaluate(self._model, self._options.evaluate_batch)
+                found = self._local.evaluate(self._model, self._local.evaluate_batch)
                 found = found.item() if isinstance(found, torch.Tensor) and found.numel() == 1 else found
             except Exception as error:
-                return (
-                    f"options.evaluate has raised {type(error).__name__} ({' '.join(str(error).split())[:_TEXT_MAX]})"
-                )
+                text = " ".join(str(error).split())[:_TEXT_MAX]
+                return f"options.local.evaluate has raised {type(error).__name__} ({text})"
         is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
         if not is_number or not math.isfinite(found):
             told = " ".join(repr(found).split())[:_TEXT_MAX]
-            return f"options.evaluate has returned {told}, and a finite number is expected"
-        if self._options.evaluate_metric == "accuracy" and not 0 <= found <= 1:
-            return f"options.evaluate has returned {found:g}, and an accuracy from 0 to 1 is expected"
+            return f"options.local.evaluate has returned {told}, and a finite number is expected"
+        if self._local.evaluate_metric == "accuracy" and not 0 <= found <= 1:
+            return f"options.local.evaluate has returned {found:g}, and an accuracy from 0 to 1 is expected"
         return float(found)
 
     def state(self) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class Pacing:
             for score in scores:
                 if isinstance(score, str):
                     raise refused(f"{score}, on rank {rank} after {step} steps; correct it there")
-        metric, limit = self._options.evaluate_metric, self._options.sync_every_limit
+        metric, limit = self._local.evaluate_metric, self._local.limit
         own, common = zip(*everyone, strict=True)
         gap = local_pace.gap_of(metric, own, common)
         chosen, why = local_pace.next_every(metric, every, gap, limit)

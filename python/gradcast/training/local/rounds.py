@@ -108,9 +108,9 @@ class Rounds:
         options: Options,
     ) -> None:
         self._fragments, self._longest, self._travel, self._group = fragments, longest, travel, group
-        self.pacing, self._options = pacing, options
-        self.local_share = (MERGE if options.outer_merge is None else options.outer_merge) if longest.overlap else 0.0
-        self.schedule = longest if pacing is None else longest.at(min(FIRST, longest.every), options.outer_overlap)
+        self.pacing, self._wire, self._local = pacing, options.wire, options.local
+        self.local_share = (MERGE if options.local.merge is None else options.local.merge) if longest.overlap else 0.0
+        self.schedule = longest if pacing is None else longest.at(min(FIRST, longest.every), options.local.overlap)
         self.clock = self.steps = self.count = 0
         self.waited_ns = 0
         # Fragments that were taken and are not applied, in order, and whether they have arrived and were checked.
@@ -160,13 +160,13 @@ class Rounds:
         own = pacing.score()
         self._close(ending=False)
         common, travel = pacing.score(), self._travel
-        what = f"what options.evaluate returned after {self.steps} steps"
+        what = f"what options.local.evaluate returned after {self.steps} steps"
         with contextlib.nullcontext() if travel is None else travel.exchange.watch.waiting(what):
             everyone = self._group.gather_beside_blocks((own, common))
         every = pacing.choose(self.schedule.every, self.steps, everyone)
         # The momentum is the movement of a round, which is as many times as long.
         self._fragments.scale_momentum(every / self.schedule.every)
-        self.schedule = self._longest.at(every, self._options.outer_overlap)
+        self.schedule = self._longest.at(every, self._local.overlap)
 
     def _close(self, *, ending: bool) -> None:
         self._apply_all(self.local_share)
@@ -261,10 +261,9 @@ class Rounds:
         return {"settings": self._settings(), "place": place, "tensors": tensors}
 
     def _settings(self) -> dict[str, Any]:
-        options = self._options
-        own = {name: getattr(options, name) for name in ("sync_every", "sync_every_max", "wire")}
+        own = {"every": self._local.every, "every_max": self._local.every_max, "wire": self._wire}
         own |= {"overlap": self._longest.overlap, "local_share": self.local_share, "world_size": self._group.world_size}
-        return own | OuterOptimizer.of(options).settings() | {"cuts": self._fragments.identity()}
+        return own | OuterOptimizer.of(self._local).settings() | {"cuts": self._fragments.identity()}
 
     def refusal_of(self, state: dict[str, Any]) -> str | None:
         """Why training cannot go on from this state."""
@@ -281,7 +280,7 @@ class Rounds:
                 f"{own[differing]}; keep the settings, or save after handle.end_round()"
             )
         if bool(tensors["momentum"]) != bool(self._fragments.by_name("momentum")):
-            return "one of them has an outer momentum, and the other has none; keep options.outer"
+            return "one of them has an outer momentum, and the other has none; keep options.local.outer"
         return None
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -294,7 +293,7 @@ class Rounds:
             self.pacing.restore(place["pacing"])
             every = min(place["pacing"]["every"], self._longest.every)
             self._fragments.scale_momentum(every / place["pacing"]["every"])  # as in _measure
-            self.schedule = self._longest.at(every, self._options.outer_overlap)
+            self.schedule = self._longest.at(every, self._local.overlap)
         if self.schedule.overlap == 0 and self.clock % self.schedule.every == 0:
             self.clock = 0  # older states count on where a round ends
         self._taken = {}

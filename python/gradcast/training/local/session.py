@@ -48,8 +48,8 @@ def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) 
     hosts = group.hosts
     if hosts.count == 1 or hosts.ranks_per_host in (None, 1):
         raise refused(
-            f"options.inner is 'host', which needs two or more hosts, all with the same number of ranks, two or more; "
-            f"this is {hosts.describe()}: leave it out"
+            "options.local.inner is 'host', which needs two or more hosts, all with the same number of ranks, two or "
+            f"more; this is {hosts.describe()}: leave it out"
         )
     own = [rank for rank, host in enumerate(hosts.host_of) if host == hosts.host_of[group.rank]]
     everyone = dist.get_process_group_ranks(group.shared)
@@ -69,17 +69,18 @@ class LocalStepsSession(TrainingSession):
 
     def __init__(self, setup: Setup) -> None:
         accepted, group, options = setup.accepted, setup.group, setup.options
+        local = options.local
         self.callbacks, self._options = setup.callbacks, options
-        self._inside = inside_hosts(accepted, group, options.max_ctas) if options.inner == "host" else None
+        self._inside = inside_hosts(accepted, group, options.nccl.max_ctas) if local.inner == "host" else None
         super().__init__(group, () if self._inside is None else self._inside.wrappers.values())
         self._module = accepted.module
         found = entries(accepted.parameters, accepted.module)
         sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
-        schedule = make_schedule(sizes, options.sync_every_limit, options.outer_overlap)
-        self._outer = OuterOptimizer.of(options)
+        schedule = make_schedule(sizes, local.limit, local.overlap)
+        self._outer = OuterOptimizer.of(local)
         self._fragments = Fragments(found, schedule, self._outer, options, group.world_size)
         self._travel = None if group.world_size == 1 else Travel(self._fragments, group, options)
-        pacing = Pacing(accepted, options, group) if options.sync_every == "auto" else None
+        pacing = Pacing(accepted, local, group) if local.every == "auto" else None
         self._rounds = Rounds(self._fragments, schedule, self._travel, group, pacing, options)
         self._layout = ModelLayout(accepted.whole, setup.optimizers, accepted.parameters.values())
         self._told_of_moved = False
@@ -99,7 +100,7 @@ class LocalStepsSession(TrainingSession):
             if schedule.overlap
             else "all at once, while training waits"
         )
-        limit = self._options.sync_every_limit
+        limit = self._options.local.limit
         often = f"{schedule.every}" if limit == schedule.every else f"{schedule.every} (1 to {limit} as data allow)"
         kept = {name: size for name, size in self._fragments.state_bytes.items() if size}
         sizes = ", ".join(f"{name} {size / _MB:.1f} MB" for name, size in kept.items())
@@ -220,7 +221,7 @@ class LocalStepsSession(TrainingSession):
             return
         if self._rounds.count == 0:
             _log.error(
-                "the training ends after %d steps, and options.sync_every is %d: the ranks' models were never "
+                "the training ends after %d steps, and options.local.every is %d: the ranks' models were never "
                 "averaged; choose fewer steps, or call handle.end_round() on every rank", self.steps, every,
             )  # fmt: skip
         elif clock % every or self._rounds.schedule.overlap:
@@ -257,11 +258,13 @@ class LocalStepsSession(TrainingSession):
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         raise refused(
             "handle.weight() weighs gradients, and local steps send none: the ranks' differences count alike; leave it "
-            "out, or train without options.sync_every"
+            "out, or train without options.local"
         )
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
-        raise refused("BalancedBatchSampler weighs gradients, and local steps send none; leave it out, or sync_every")
+        raise refused(
+            "BalancedBatchSampler weighs gradients, and local steps send none; leave it out, or options.local"
+        )
 
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         raise refused("local steps average the module's buffers once a round; call handle.end_round()")

@@ -39,7 +39,7 @@ class Cause(enum.Enum):
     STATE = "uses the optimizer's state after step()", "use it less often, or after the next forward pass"
     GRADIENTS = (
         "uses gradients between backward and step()",
-        "clip with gradcast.Options(max_grad_norm=...), and log handle.stats()['grad_norm']",
+        "clip with gradcast.Options(clip=Clip(norm=...)), and log handle.stats()['grad_norm']",
     )
     GRADIENTS_AFTER_STEP = "uses gradients after step()", "log handle.stats()['grad_norm'], or use them less often"
     NORM = "reads the norm of the gradients", "read it less often, as a log every few steps does"
@@ -79,8 +79,8 @@ class Cause(enum.Enum):
 # Better advice, by functions of torch through which the line has come.
 _ADVICE = {
     "update_parameters": "call handle.keep_average(averaged) once instead",
-    "clip_grad_norm_": "clip with gradcast.Options(max_grad_norm=...)",
-    "clip_grad_value_": "clip with gradcast.Options(max_grad_value=...)",
+    "clip_grad_norm_": "clip with gradcast.Options(clip=Clip(norm=...))",
+    "clip_grad_value_": "clip with gradcast.Options(clip=Clip(value=...))",
     "_unscale_grads_": Cause.SCALER.advice,
     "zero_grad": "call zero_grad() right after step(), or with set_to_none=True",
 }

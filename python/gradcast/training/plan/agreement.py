@@ -124,7 +124,7 @@ def reason_to_measure(
             return f"it was made in {state['mode']} mode, this training is in {mode} mode"
         world_size = len(here.hosts.host_of)
         if state["world_size"] != world_size:
-            why = "options.adapt is off, so nothing would correct a plan for other workers" if not adapt else None
+            why = "options.plan.adapt is off, so nothing would correct a plan for other workers" if not adapt else None
             why = why or other_workers.why_not(_core.Profile.from_json(state["profile"]), here)
             if why is not None:
                 return f"it was made for {state['world_size']} workers, this training has {world_size}, and {why}"

@@ -50,9 +50,10 @@ def best_for_steps(
     present = present or min((choose_plan(profile, mode, options) for mode in modes), key=step_ns)
     others = [measured_profile.replace_link(profile, profile.link.scaled(each, each)) for each in _OTHER_LINKS]
     candidates = [choose_plan(each, mode, options) for each in others for mode in modes]
-    if variation.call_ns > 0 and options.policy in _FEWER_BLOCKS:
+    if variation.call_ns > 0 and options.plan.policy in _FEWER_BLOCKS:
         for each in _FEW_BLOCKS:
-            fewer = dataclasses.replace(options, policy_parameters={**each, **options.policy_parameters})
+            planning = dataclasses.replace(options.plan, policy_parameters={**each, **options.plan.policy_parameters})
+            fewer = dataclasses.replace(options, plan=planning)
             candidates += [choose_plan(profile, mode, fewer) for mode in modes]
     best = min(candidates, key=step_ns)
     return _predicted(profile, best) if step_ns(best) <= (1 - _BETTER_SHARE) * step_ns(present) else present
@@ -77,10 +78,10 @@ def _made_plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options
     return _core.make_plan(
         profile,
         link,
-        policy=options.policy,
+        policy=options.plan.policy,
         mode=mode,
-        in_flight=options.in_flight,
-        parameters=_FEWER_BLOCKS.get(options.policy, {}) | dict(options.policy_parameters),
+        in_flight=options.plan.in_flight,
+        parameters=_FEWER_BLOCKS.get(options.plan.policy, {}) | dict(options.plan.policy_parameters),
     )
 
 

@@ -59,7 +59,7 @@ class PlanController:
         self._clock = clock_of(self._buffers.flats[0].device)
         self._start_ns = 0  # of the open iteration's backward pass
         self.alarms = StepAlarms(
-            group, self.step_reports.lag, exchange, options.on_alarm, on_device=not self._sees_compute
+            group, self.step_reports.lag, exchange, options.watch.on_alarm, on_device=not self._sees_compute
         )
         self._link_ns = 0  # of all iterations until now
         self.exposed = StageExposure()
@@ -82,7 +82,7 @@ class PlanController:
 
     @property
     def may_correct_plans(self) -> bool:
-        return self._options.adapt and self._options.plan_path is None
+        return self._options.plan.adapt and self._options.plan.path is None
 
     def release(self) -> None:
         """Leaves the module. What the plan was can still be told."""
@@ -158,7 +158,7 @@ class PlanController:
         self.comparison = None
         if describes:
             self.describe()
-        if not self._options.adapt or agreed.profile.link is None:  # a pinned plan has no link
+        if not self._options.plan.adapt or agreed.profile.link is None:  # a pinned plan has no link
             return Fixed()
         return first_phase(self, MonitorFeed(self._new_monitor(agreed), self.step_reports.lag))
 

@@ -102,7 +102,7 @@ class Proposer:
     def from_warmup(self, profile: _core.Profile, warmup: Warmup, change: PlanChange | None) -> AgreedPlan:
         """The plan that the user has pinned, or one for the measured profile. ``change``: why it was measured again."""
         self._idle_saving_ns = warmup.idle_saving_ns
-        path = self._options.plan_path
+        path = self._options.plan.path
         if path is not None:
             return pinned_proposal(path, self._sizes, self._modes, self._world_size)
         plan = self._choose(profile, warmup.variation)
@@ -206,7 +206,7 @@ class Proposer:
     ) -> AgreedPlan:
         """``baseline_profile``: the profile under the baseline, if it differs."""
         self.variation = variation
-        if not self._options.adapt or profile.link is None:
+        if not self._options.plan.adapt or profile.link is None:
             return AgreedPlan(profile, plan, call_ns=variation.call_ns)
         baseline_profile = baseline_profile or profile
         self._baseline_profile, baseline = baseline_profile, baseline_plan(baseline_profile)
@@ -271,9 +271,9 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
 
 def rehearse(sizes: GradientSizes, mode: str, options: Options) -> None:
     """Raises the Error that proposing a plan to several workers would raise because of the options."""
-    modes = (mode,) if options.max_grad_norm is None else (mode, "hook")
-    if options.plan_path is not None:
-        pinned_proposal(options.plan_path, sizes, modes, world_size=1)
+    modes = (mode,) if options.clip.norm is None else (mode, "hook")
+    if options.plan.path is not None:
+        pinned_proposal(options.plan.path, sizes, modes, world_size=1)
         return
     profile = measured_profile.layout_profile(sizes, range(len(sizes.names)), world_size=2, name="rehearsal")
     for each in modes:

@@ -174,4 +174,4 @@ class StepAlarms:
             self._on_alarm(alarm)
         except Exception:
             # In the midst of backward, where the ranks must stay together.
-            _log.exception("options.on_alarm failed on rank %d; training goes on", self._group.rank)
+            _log.exception("options.watch.on_alarm failed on rank %d; training goes on", self._group.rank)

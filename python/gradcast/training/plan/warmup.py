@@ -56,7 +56,7 @@ class Warmup(pending.Owner):
         self._blocks: list[list[network_cost.Sample]] = []
         self._profile = measured_profile.layout_profile(sizes, order, world_size=group.world_size, name="warm-up")
         plans = warmup_plans(self._profile, mode)
-        self._plans = [plans[step % len(plans)] for step in range(options.warmup_steps)]
+        self._plans = [plans[step % len(plans)] for step in range(options.plan.warmup_steps)]
         # Known on rank 0 once there is a profile.
         self.variation = StepVariation()
         self.idle_saving_ns = 0.0  # see network_cost.idle_saving_ns
@@ -118,7 +118,7 @@ class Warmup(pending.Owner):
         if iteration is not None and self._steps > 0:
             self._blocks.append(network_cost.samples_of_rank(plan, iteration.blocks))
         self._steps += 1
-        if self._steps == self._options.warmup_steps:
+        if self._steps == self._options.plan.warmup_steps:
             return None
         return AgreedPlan(self._profile, self._plans[self._steps])
 

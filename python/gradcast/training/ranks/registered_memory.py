@@ -35,8 +35,8 @@ def registered_memory(group: Group) -> Allocating:
             backend.register_mem_pool(pool)  # what is allocated in it from now on is registered at once
         except (RuntimeError, AttributeError) as error:
             raise refused(
-                f"options.register_buffers asks for memory that NCCL knows beforehand, which rank {group.rank} cannot "
-                f"make ({first_line(error)}); leave the option out"
+                f"options.nccl.register_buffers asks for memory that NCCL knows beforehand, which rank "
+                f"{group.rank} cannot make ({first_line(error)}); leave the option out"
             ) from error
     return lambda: torch.cuda.use_mem_pool(pool, group.device)
 

@@ -46,9 +46,9 @@ class StallWatchdog:
     def __init__(self, group: Group, options: Options, engine: _core.Engine) -> None:
         self._group = group
         self._engine = engine
-        limit_s = options.stall_warning_s
+        limit_s = options.watch.stall_warning_s
         self._warn_after_s = limit_s if group.timeout_s is None else min(limit_s, _TIMEOUT_SHARE * group.timeout_s)
-        self._folder = options.dump_dir or tempfile.gettempdir()
+        self._folder = options.watch.dump_dir or tempfile.gettempdir()
         server, self._address = start_status_server(group)
         self._failure: Error | None = None
         self._waiting: _Wait | None = None

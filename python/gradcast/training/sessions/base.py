@@ -58,18 +58,18 @@ class SessionBase(TrainingSession):
         self._states: list[ParameterState] = self._table.states
         modules = accepted.modules_with_buffers(options.broadcast_buffers)
         sent = sent_tensors(parameters, modules, options, group.device)
-        registers = options.register_buffers and backend_of(group.shared, group.device.type) == "nccl"
+        registers = options.nccl.register_buffers and backend_of(group.shared, group.device.type) == "nccl"
         allocating = registered_memory(group) if registers else contextlib.nullcontext
         self.buffers = GradientBuffers(list(sent), list(sent.values()), group.world_size, options.wire, allocating)
         self.exchange = GradientExchange(self.buffers, group, options, self._table)
-        self.trace = StepTrace(options.timeline_steps)
+        self.trace = StepTrace(options.watch.timeline_steps)
         self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
         self._consistency = RankConsistency(self.exchange, group, options.compare_every)
         index = list(sent).index(BUFFERS_NAME) if BUFFERS_NAME in sent else None
         self._module_buffers = ModuleBuffers(modules, index, self.exchange, group) if modules else None
         self._weights = StepWeights(given, self.exchange, group)
         self._clipping = None
-        if options.max_grad_norm is not None:
+        if options.clip.norm is not None:
             self._clipping = clipping.NormClipping(
                 self._states, self.buffers, options, group.world_size, self._weights.factor
             )
@@ -77,7 +77,7 @@ class SessionBase(TrainingSession):
         self._gradients = GradientHooks(
             self._states, self._table, self.exchange, self._weights, self._clipping, travelling, self._consistency
         )
-        by_value = None if options.max_grad_value is None else clipping.ValueClipping(options)
+        by_value = None if options.clip.value is None else clipping.ValueClipping(options)
         self._steps = OptimizerSteps(
             optimizers,
             accepted.read,

@@ -169,7 +169,7 @@ class TrainingSession:
 
 _NO_ROUNDS = (
     "there are no rounds: every step averages the gradients, so all ranks have the same parameters; leave the call "
-    "out, or train with local steps (options.sync_every)"
+    "out, or train with local steps (options.local)"
 )
 _NO_PLAN = "there is no plan: a single worker, or GRADCAST_DISABLE is set"
 

@@ -23,7 +23,7 @@ MEANINGS = {
         "bytes": "of gradients per iteration",
         "wire": 'wire format, lossy unless `"fp32"`',
         "wire_bytes": "bytes that travel in it",
-        "local_steps": 'the settings, the last decision of `sync_every="auto"` (`pace`: `step`, `gap`, `why`), '
+        "local_steps": 'the settings, the last decision of `LocalSteps(every="auto")` (`pace`: `step`, `gap`, `why`), '
         "`rounds` so far, `steps_in_round`, the fragments `in_flight`, `bytes_per_round`, and `state_bytes` kept "
         "beside the model; `measured_ms` and `exposed_ms` are then means over the last round",
     },
@@ -54,10 +54,10 @@ MEANINGS = {
         "gradient_buffer_bytes": "the buffers that hold the gradients",
         "packed_bytes": "the largest packed block",
         "record_bytes": "the record of events",
-        "grad_norm": "with `max_grad_norm`: norm before clipping, of the last step whose gradients have all arrived",
-        "clipping": "with `max_grad_norm`: `certified_share` of the last 64 steps that overlap with forward, which did "
-        "not wait for all gradients; `bound_over_norm`, the median bound of the norm before any gradient has arrived, "
-        "over the norm",
+        "grad_norm": "with `Clip(norm=...)`: norm before clipping, of the last step whose gradients have all arrived",
+        "clipping": "with `Clip(norm=...)`: `certified_share` of the last 64 steps that overlap with forward, which "
+        "did not wait for all gradients; `bound_over_norm`, the median bound of the norm before any gradient has "
+        "arrived, over the norm",
     },
 }
 _KEYS = [*(key for group in MEANINGS.values() for key in group), "snapshots", "waits"]

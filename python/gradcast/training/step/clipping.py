@@ -62,7 +62,7 @@ class ClipOnce:
             hook.remove()
 
     def before_step(self) -> None:
-        if self._due and self._options.clips_unasked:
+        if self._due and self._options.clip.unasked:
             clip_as_torch(self._options, self._parameters())
         self._due = False
 
@@ -85,10 +85,10 @@ class ClipOnce:
 
 def clip_as_torch(options: Options, parameters: Any, refuse_nonfinite: bool = False) -> torch.Tensor | None:
     """torch's own clipping of what ``.grad`` holds. Returns the norm, None if values are clipped."""
-    if options.max_grad_norm is not None:
-        max_norm, norm_type = options.max_grad_norm, options.grad_norm_type
+    if options.clip.norm is not None:
+        max_norm, norm_type = options.clip.norm, options.clip.norm_type
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=refuse_nonfinite)
-    nn.utils.clip_grad_value_(parameters, options.max_grad_value)
+    nn.utils.clip_grad_value_(parameters, options.clip.value)
     return None
 
 
@@ -97,7 +97,7 @@ class ValueClipping:
     of the open step is to be clipped any more."""
 
     def __init__(self, options: Options) -> None:
-        self._max_value, self._unasked = options.max_grad_value, options.clips_unasked
+        self._max_value, self._unasked = options.clip.value, options.clip.unasked
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -140,8 +140,8 @@ class NormClipping(pending.Owner):
     ) -> None:
         """``factor``: waits for what the sums of the open step are multiplied by."""
         self._states, self._buffers, self._factor = states, buffers, factor
-        self._max_norm, self.norm_type = options.max_grad_norm, float(options.grad_norm_type)
-        self._unasked = options.clips_unasked
+        self._max_norm, self.norm_type = options.clip.norm, float(options.clip.norm_type)
+        self._unasked = options.clip.unasked
         self.index = len(states)
         self._certificate = None
         # The certificate does not know what rounding has left of earlier gradients.
@@ -261,8 +261,8 @@ class NormClipping(pending.Owner):
             (_, norm), step = proof
             raise Error(
                 f"in step {step} gradcast certified that the gradients need no clipping, but their norm is "
-                f"{norm:.9g}, with max_grad_norm={self._max_norm}: a defect of gradcast; updates "
-                "have run unclipped, so continue from the last checkpoint without Options(max_grad_norm=...)",
+                f"{norm:.9g}, with Clip(norm={self._max_norm}): a defect of gradcast; updates "
+                "have run unclipped, so continue from the last checkpoint without Options(clip=Clip(norm=...))",
                 "internal",
             )
 

@@ -39,7 +39,7 @@ class GradientExchange:
         host_of = group.hosts.host_of if self.form == TWO_LEVEL else ()
         self._transport = extension.load().Transport(group.own, buffers.flats, options.wire, host_of)
         self._set_groups()
-        self._engine = _core.Engine(self._transport, timeline_iterations=options.timeline_steps)
+        self._engine = _core.Engine(self._transport, timeline_iterations=options.watch.timeline_steps)
         self.watch = StallWatchdog(group, options, self._engine)
         self.order: tuple[int, ...] = ()
         self.places: list[tuple[int, int, int, int]] = []

@@ -15,7 +15,7 @@ def sent_tensors(
 ) -> dict[str, torch.Tensor]:
     """By name, each with the size and type of what is sent. ``modules``: those whose buffers are sent."""
     sent: dict[str, torch.Tensor] = dict(parameters)
-    if options.max_grad_norm is not None:
+    if options.clip.norm is not None:
         sent[clipping.NORMS_NAME] = clipping.norms_tensor(list(parameters.values()))
     buffers = buffers_tensor(modules, device)
     if buffers is not None:
