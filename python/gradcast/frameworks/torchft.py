@@ -29,9 +29,10 @@ except ImportError as error:
     ) from error
 
 from gradcast.training import preflight
-from gradcast.training.acceptance import accept, check_hooks, the_ddp
+from gradcast.training.acceptance import accept, check_hooks
 from gradcast.training.attach import make_log_visible
 from gradcast.training.attached_modules import attached_modules, attached_to
+from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.handle import Handle
 from gradcast.training.options import Options
 from gradcast.training.sessions.disabled import is_disabled

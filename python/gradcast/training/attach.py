@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from gradcast.errors import refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import preflight
-from gradcast.training.acceptance import Accepted, accept, check_hooks, unwrapped_optimizer
+from gradcast.training.acceptance import Accepted, accept, check_hooks
 from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
 from gradcast.training.attachment import Attachment
 from gradcast.training.compat import extension
+from gradcast.training.compat.wrappers import unwrapped_optimizer
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options

@@ -7,6 +7,7 @@ import pytest
 
 from training import compare
 from training.attached import attach, heard, hosts_of, not_refused
+from training.inside import session_of
 from training.int8_mean import added
 from training.needs import torch
 from training.pool import on_ranks
@@ -105,7 +106,7 @@ def test_differences_in_fewer_bits(rank, overlap, wire):
     optimizer = sgd(module)
     options = {"sync_every": 6, "outer_overlap": overlap, "wire": wire}
     handle = attach(module, optimizer, adapt=True, warmup_steps=6, **options)
-    fragments = handle._session._fragments
+    fragments = session_of(handle)._fragments
     found = [next((k for k, p in zip(fragments.indices[n], pieces, strict=False) if not p.is_exact), 0)
              for n, pieces in enumerate(fragments.pieces)]  # fmt: skip
     reference.use(wire, found)

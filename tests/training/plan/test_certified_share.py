@@ -10,6 +10,7 @@ import pytest
 from conftest import link_of
 from gradcast import _core
 from training.attached import heard
+from training.inside import session_of
 from training.needs import torch
 from training.plan.test_adapt import USUAL_NS, expectation, facts, with_slower_baseline
 from training.twins import Twins
@@ -67,7 +68,7 @@ def train(rank, gain_if_waiting):
         mock.patch.object(proposals, "expect", measured if gain_if_waiting is None else expect),
     ):
         twins = Twins(rank, "plain", "adamw foreach", adapt=True, warmup_steps=WARMUP_STEPS, max_grad_norm=1.0)
-        live = twins.handle._session.controller
+        live = session_of(twins.handle).controller
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
         live._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.phase.on_baseline))
         seen = []

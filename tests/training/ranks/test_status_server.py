@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from training.attached import Attached
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 from training.threads import threads_named
@@ -202,7 +203,7 @@ def test_it_ends_whatever_is_connected(server):
 def test_strangers_do_not_disturb_a_training(rank):
     """Rank 1 attacks while both train and report; afterwards the server is as it was."""
     attached = Attached(torch.nn.Linear(3, 3))
-    watch = attached.handle._session.exchange.watch
+    watch = session_of(attached.handle).exchange.watch
     with contextlib.ExitStack() as stack:
         for number in range(4):
             for message in FROM_STRANGERS.values() if rank.index else ():
@@ -225,7 +226,7 @@ def test_ranks_that_cannot_reach_the_server_are_named(rank):
     with mock.patch.object(status_server, "_own_host", side_effect=OSError("no such network")), log as warning:
         attached = Attached(torch.nn.Linear(3, 3))
     said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-    watch = attached.handle._session.exchange.watch
+    watch = session_of(attached.handle).exchange.watch
     assert "has never reached" in watch._unknown("wait")
     expected = "ranks 0 and 1 cannot reach rank 0's status server (which does not start: no such network), so messages"
     return [] if rank.index or [text.startswith(expected) for text in said] == [True] else said

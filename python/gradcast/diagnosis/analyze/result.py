@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gradcast import __version__, _core
+from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.comparison.measured_exchange import in_a_ring
 from gradcast.diagnosis.analyze import actions, lint, lint_costs, timelines
@@ -48,7 +48,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         "kind": KIND,
         "version": VERSION,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gradcast": __version__,
+        "gradcast": _core.__version__,
         "torch": setup.torch,
         "backend": setup.backend,
         "device": setup.device,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import gradcast
+from gradcast import errors
 from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.training.measure.step_trace import StepTrace
 
@@ -27,7 +27,7 @@ _MS = 1e6
 _WAITED_NS_MIN = 50_000  # less than this is looking, not waiting
 _TOLD_STEPS_MIN = 3
 _SHOWN = 5  # lines in the statistics
-_OURS = tuple(os.path.dirname(each.__file__) + os.sep for each in (torch, gradcast))
+_OURS = tuple(os.path.dirname(each.__file__) + os.sep for each in (torch, errors))
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _GENERATED = ("<frozen", "<string>", "<eval_with_key>")
 
