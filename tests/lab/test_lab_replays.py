@@ -1,5 +1,6 @@
 """Measured steps, held against what the model makes of their own compute and network."""
 
+import dataclasses
 from types import SimpleNamespace
 from unittest import mock
 
@@ -45,7 +46,9 @@ def played(profile, plan, backward, forward, link):
     )
     timeline = _core.play(longer, profile.link.scaled(link, link), plan)
     link_ns = sum(block.finish_ns - block.launch_ns for block in timeline.blocks)
-    return Step(timeline.iteration_ns, longer.backward_ns, longer.forward_ns, 0.0, link_ns)
+    busy_ns = longer.backward_ns + longer.forward_ns
+    wait_ns = timeline.iteration_ns - busy_ns
+    return Step(0, 0, timeline.iteration_ns, None, longer.backward_ns, longer.forward_ns, 0.0, wait_ns, link_ns)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
@@ -62,7 +65,8 @@ def test_a_step_waits_for_the_slower_rank_and_the_network_counts_where_nobody_wa
     plan = gradcast.make_plan(profile, profile.link)
     slow = played(profile, plan, 1.4, 1, 1)
     # The faster rank's blocks are due before the other's gradients exist.
-    fast = slow._replace(backward_ns=150 * MS, forward_ns=90 * MS, link_ns=slow.link_ns + 100 * MS)
+    shorter = {"backward_ns": 150 * MS, "forward_ns": 90 * MS, "wait_ns": slow.step_ns - 240 * MS}
+    fast = dataclasses.replace(slow, link_ns=slow.link_ns + 100 * MS, **shorter)
     for ranks in ((slow, fast), (fast, slow)):
         assert replay(profile, plan, [ranks]).replayed_ms * MS == pytest.approx(slow.step_ns, rel=1e-5)
 
@@ -79,4 +83,7 @@ def test_the_last_steps_are_taken_from_what_the_session_has_kept():
     timeline = [SimpleNamespace(iteration=number, blocks=blocks) for number in range(5)]
     session = SimpleNamespace(plan=plan, trace=trace, exchange=SimpleNamespace(timeline=lambda: timeline))
     handle = gradcast.Handle(torch.nn.Linear(1, 1), mock.Mock(session=session), [], [])
-    assert last_steps(handle, 3) == [Step(1000 * MS, 60 * MS, 928 * MS, 2 * MS, 35 * MS)] * 2
+    times = [each * MS for each in (60, 928, 2, 10, 35)]
+    assert last_steps(handle, 3) == [
+        Step(number, 1000 * MS * number, 1000 * MS, None, *times, update_calls=0) for number in (1, 3)
+    ]

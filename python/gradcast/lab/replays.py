@@ -4,6 +4,7 @@ A prediction is made before the steps that it is compared with, and the machine 
 replay has the steps' own compute and network times, so it shows the error of the model alone.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,22 +13,8 @@ import gradcast
 from gradcast import _core
 from gradcast.files import scaled_profile
 from gradcast.intervals import busy_periods_ns
-from gradcast.training import observe
-
-
-class Step(NamedTuple):
-    """One rank's step, from one start of backward to the next, and what it computed in it without waiting; as in a
-    profile, forward is everything but backward and the update. ``link_ns``: while some block was due, not finished."""
-
-    step_ns: float
-    backward_ns: float
-    forward_ns: float
-    update_ns: float
-    link_ns: float
-
-    @property
-    def compute_ns(self) -> float:
-        return self.backward_ns + self.forward_ns + self.update_ns
+from gradcast.training.observe import Step
+from gradcast.training.observe import last_steps as last
 
 
 class Replay(NamedTuple):
@@ -38,15 +25,9 @@ class Replay(NamedTuple):
 
 
 def last_steps(handle: gradcast.Handle, count: int) -> list[Step]:
-    """This rank's last ``count`` complete steps, without those that followed another plan than the one in force."""
-    return [_step(each) for each in observe.last_steps(handle, count) if each.plan is handle.plan]
-
-
-def _step(step: observe.Step) -> Step:
-    busy_ns = step.step_ns - step.wait_ns
-    backward_ns = min(step.backward_ns, busy_ns)
-    forward_ns = max(0.0, busy_ns - backward_ns - step.update_ns)
-    return Step(step.step_ns, backward_ns, forward_ns, step.update_ns, step.link_ns)
+    """This rank's last ``count`` complete steps, without those that followed another plan than the one in force. They
+    are sent to the other ranks without it."""
+    return [dataclasses.replace(each, plan=None) for each in last(handle, count) if each.plan is handle.plan]
 
 
 def replay(profile: _core.Profile, plan: _core.Plan, steps: Sequence[Sequence[Step]]) -> Replay | None:
@@ -66,7 +47,7 @@ def replay(profile: _core.Profile, plan: _core.Plan, steps: Sequence[Sequence[St
 
 def _as_slowest(profile: _core.Profile, ranks: Sequence[Step]) -> _core.Profile:
     """The profile with the compute of the rank that computed longest."""
-    slowest = max(ranks, key=lambda each: each.compute_ns)
+    slowest = max(ranks, key=lambda each: each.step_ns - each.wait_ns)
     planned_ns = profile.forward_ns, profile.backward_ns, sum(tensor.update_ns for tensor in profile.tensors)
     pairs = zip((slowest.forward_ns, slowest.backward_ns, slowest.update_ns), planned_ns, strict=True)
     forward, backward, update = (new_ns / old_ns if old_ns > 0 else 1.0 for new_ns, old_ns in pairs)

@@ -7,6 +7,7 @@ Thread safety: the training thread; another one may draw batches.
 """
 
 import logging
+import weakref
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -46,7 +47,7 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
         GRADCAST_DISABLE is set. On a device shares stay even, with a warning: how long a rank computes there is not
         measured."""
         training = TrainingState.of(handle, "BalancedBatchSampler")
-        self._has_ended, self._module = training.end_watch(), training.module
+        self._attached, self._module = weakref.ref(training.attached), training.module
         self._rank, self._world_size = training.group.rank, training.group.world_size
         self._is_over = False  # the current epoch, for a loader that does not count
         begin = super().__init__
@@ -71,7 +72,8 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
             self.end_epoch()
         epoch, position, order = self.epoch, self.position, self.order()
         while (end := self.behind_batch(position, 0)) > position:
-            if self._world_size > 1 and self._has_ended():
+            attached = self._attached()
+            if self._world_size > 1 and (attached is None or attached.released):
                 raise refused(
                     "gradcast was detached, and a mean over uneven shares needs its weights; end the loader before "
                     "handle.detach(), or go on with another sampler"

@@ -83,12 +83,8 @@ def resume(
 
 
 def _attached_to(model: Any) -> TrainingState | None:
-    """Nothing of it is in flight then."""
     first = model[0] if isinstance(model, list | tuple) and model else model
-    attached = TrainingState.of_module(first) if isinstance(first, nn.Module) else None
-    if attached is not None:
-        attached.flush()
-    return attached
+    return TrainingState.of_module(first) if isinstance(first, nn.Module) else None
 
 
 def _workers() -> Group:

@@ -55,9 +55,13 @@ class TrainingState:
 
     @classmethod
     def of_module(cls, module: nn.Module) -> "TrainingState | None":
-        """None if gradcast is not attached to the module."""
+        """None if gradcast is not attached to the module. Otherwise nothing is in flight afterwards."""
         attached = attached_to(module)
-        return None if attached is None else cls(attached, module)
+        if attached is None:
+            return None
+        require_attached(attached.session)
+        attached.session.flush()
+        return cls(attached, module)
 
     @property
     def called(self) -> list[nn.Module]:
@@ -69,27 +73,13 @@ class TrainingState:
 
     @property
     def session(self) -> TrainingSession:
-        """The present one, for its ``mode``, ``lends``, ``is_sending``, ``due_names()``, ``complete_due_updates()`` and
-        ``check()`` (sessions/kinds.py)."""
+        """The present one (sessions/kinds.py): for its ``mode``, ``lends``, ``is_sending``, ``early_clipping``,
+        ``due_names()``, ``complete_due_updates()`` and ``check()``."""
         return self.attached.session
 
     @property
     def group(self) -> Group:
         return self.session.group
-
-    def end_watch(self) -> Callable[[], bool]:
-        """Returns a function that returns whether gradcast has left the module, and does not keep the training."""
-        reference = weakref.ref(self.attached)
-
-        def has_ended() -> bool:
-            attached = reference()
-            return attached is None or attached.released
-
-        return has_ended
-
-    def flush(self) -> None:
-        require_attached(self.session)
-        self.session.flush()
 
     def follow(self, callback: UpdateCallback) -> UpdateRegistration:
         return UpdateRegistration(self.attached, callback)

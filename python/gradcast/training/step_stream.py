@@ -7,6 +7,7 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.intervals import busy_periods_ns
+from gradcast.training.measure.compute_cost import compute_of
 from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.sessions.kinds import Attached, TrainingSession
 
@@ -14,16 +15,17 @@ from gradcast.training.sessions.kinds import Attached, TrainingSession
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One step, from the start of its backward pass to the start of the next. ``number``: steps completed before it.
-    ``plan``: that it followed. ``backward_ns``, ``update_ns``: with what forward runs of them. ``wait_ns``: the
-    training thread waited for the network. ``link_ns``: some block was due and not finished. ``update_calls``: of the
-    optimizers. Where no plan is followed (local steps, one worker, GRADCAST_DISABLE), from the end of one ``step()`` to
-    the end of the next, and the rest is None."""
+    ``plan``: that it followed. ``backward_ns``, ``update_ns``: computed; ``forward_ns``: everything else, as in a
+    profile, but for ``wait_ns``, in which the training thread waited for the network. ``link_ns``: some block was due
+    and not finished. ``update_calls``: of the optimizers. Where no plan is followed (local steps, one worker,
+    GRADCAST_DISABLE) it lasts from the end of one ``step()`` to the end of the next, and the rest is None."""
 
     number: int
     start_ns: int
     step_ns: int
     plan: _core.Plan | None = None
     backward_ns: float | None = None
+    forward_ns: float | None = None
     update_ns: float | None = None
     wait_ns: float | None = None
     link_ns: float | None = None
@@ -32,20 +34,15 @@ class Step:
 
 def steps_of(session: TrainingSession, records: Sequence[StepRecord]) -> list[Step]:
     """``records``: complete ones of the session."""
-    iterations = {each.iteration: each for each in session.exchange.timeline()} if records else {}
-    return [
-        Step(
-            record.step,
-            record.start_ns,
-            record.end_ns - record.start_ns,
-            record.plan,
-            *map(record.total_ns, ("backward", "update", "wait")),
-            sum(busy_periods_ns((block.due_ns, block.finish_ns) for block in iterations[record.iteration].blocks)),
-            record.update_calls,
-        )
-        for record in records
-        if record.iteration in iterations
-    ]
+    iterations = {each.iteration: each.blocks for each in session.exchange.timeline()} if records else {}
+    return [_step(each, iterations[each.iteration]) for each in records if each.iteration in iterations]
+
+
+def _step(record: StepRecord, blocks: Sequence[_core.BlockRecord]) -> Step:
+    step_ns, wait_ns = record.end_ns - record.start_ns, record.total_ns("wait")
+    compute = compute_of(record, step_ns - wait_ns)
+    link_ns = sum(busy_periods_ns((each.due_ns, each.finish_ns) for each in blocks))
+    return Step(record.step, record.start_ns, step_ns, record.plan, *compute, wait_ns, link_ns, record.update_calls)
 
 
 class StepStream:
