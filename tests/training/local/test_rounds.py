@@ -397,7 +397,7 @@ class CallsOfTorch(TorchDispatchMode):
 @on_ranks(2)
 def test_a_fragment_is_taken_without_a_look_at_a_value(rank):
     """On a device the host would wait for all that it has been given."""
-    calls, take = CallsOfTorch(), Rounds._take
+    calls, take = CallsOfTorch(), Rounds.take
 
     def watched(*args, **kwargs):
         with calls:
@@ -406,7 +406,7 @@ def test_a_fragment_is_taken_without_a_look_at_a_value(rank):
     module = net(0)
     optimizer = sgd(module)
     handle = gradcast.attach(module, optimizer, options=gradcast.Options(sync_every=2, outer_overlap=0))
-    with mock.patch.object(Rounds, "_take", watched):
+    with mock.patch.object(Rounds, "take", watched):
         for step in range(6):
             train(module, optimizer, rank.index, step)
     handle.detach()

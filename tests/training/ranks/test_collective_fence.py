@@ -67,7 +67,7 @@ def test_who_does_not_come_to_an_agreement_is_named(rank):
     """The key of a rank that has not come lies in no store: the others stop waiting for it."""
     store = StoreGather("who comes", rank.index, 2, timeout_s=30.0)
     assert store.gather(rank.index) == [0, 1]
-    store._timeout_s = 0.2
+    store = StoreGather("who does not", rank.index, 2, timeout_s=0.2)
     if rank.index == 1:
         return []
     found = not_refused(lambda: store.gather(0), "rank 1 has not come here within 0 s", code="communication")

@@ -311,4 +311,4 @@ def test_what_is_due_is_asked_under_the_lock():
             return False
 
     steps = types.SimpleNamespace(gradients=types.SimpleNamespace(states=[]))
-    UnseenWaits(nn.Linear(1, 1), steps, lock, pytest.fail)._complete([State()])
+    UnseenWaits(nn.Linear(1, 1), steps, lock, pytest.fail).complete([State()])

@@ -37,7 +37,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         profile,
         hosts,
         spread=(1.0, 1.0) if trial is None else trial.spread,
-        streams_gain=_streams_gain(network) if setup.backend == "gloo" else None,
+        streams_gain=gain_of_streams(network) if setup.backend == "gloo" else None,
     )
     listed = [action for action in actions.actions(situation) if not (launch_unknown and action.key == "launch")]
     mistakes = lint_of(ranks, setup, found.step.value, profile)
@@ -126,7 +126,7 @@ def _growth(hosts: Hosts) -> scaling.Options:
     return scaling.Options(nodes=Nodes(per_node) if per_node > 1 else None)
 
 
-def _streams_gain(network: dict[str, Any] | None) -> float | None:
+def gain_of_streams(network: dict[str, Any] | None) -> float | None:
     """How many times one TCP stream's bytes several carry, in the median pair. None if unknown, or Gloo has several."""
     pairs = [] if network is None else network["pairs"]
     if any(network["connections"] >= pair["streams"] for pair in pairs):
