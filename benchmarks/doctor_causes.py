@@ -78,7 +78,7 @@ def set_inside_rate(network: Network, rate_bits_per_s: float) -> None:
     for host in range(network.host_count):
         name = network._namespace(host)
         subprocess.run(["ip", "-n", name, "link", "set", "dev", "lo", "mtu", "16000"], check=True)
-        network._shape(name, "lo", rate_bits_per_s)
+        network.limit_device(name, "lo", rate_bits_per_s)
 
 
 def run_script(network: Network, ranks: int, before: list[str], arguments: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
 from gradcast.lab.standin import GRADIENT_SIZE, Gradients, Layer, SimulatedDevice, StandIn, Wait
 from gradcast.lab.trainer import Training, attached, ddp_alone
-from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
+from gradcast.training.observe import CALIBRATION_STEPS
 from gradcast.units import format_bandwidth
 
 _BASE = "overlap"  # with which the others are compared

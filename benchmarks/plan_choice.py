@@ -29,14 +29,14 @@ from gradcast.files import load_profile, plan_hash, scaled_profile
 from gradcast.lab.models import StandInTask, Task, make_task
 from gradcast.lab.settings import REAL_MODELS, Settings
 from gradcast.lab.trainer import Training, attached
+from gradcast.training import observe
 from gradcast.training.plan.agreement import plan_text
-from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.plan.candidates import best_for_steps, choose_plan
 from gradcast.training.plan.expectation import StepVariation, typical_step
 
 _GRADIENT_BYTES = 6e6
 _BACKWARD_NS, _FORWARD_NS = 200e6, 100e6
-_SETTLING_STEPS = gradcast.Planning().warmup_steps + CALIBRATION_STEPS + 4
+_SETTLING_STEPS = gradcast.Planning().warmup_steps + observe.CALIBRATION_STEPS + 4
 _PLANS = ("for medians", "for the steps")
 
 
@@ -87,11 +87,10 @@ def train(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         task = make_task(settings, own)
         measuring = started(task, args.scatter)
-        view = measuring.handle._view()
-        told: list[Any] = [made_plans(view.profile, view.variation, folder) if own == 0 else None]
+        profile, variation = measuring.handle.profile, observe.variation(measuring.handle)
+        told: list[Any] = [made_plans(profile, variation, folder) if own == 0 else None]
         dist.broadcast_object_list(told)
         plans = told[0]
-        variation = view.variation
         measuring.detach()
         times_ms: list[list[float]] = [[], []]
         if plans[0]["hash"] != plans[1]["hash"]:

@@ -74,7 +74,7 @@ def rank_zero(world_size: int, backend: str) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class _Bottleneck(nn.Module):
+class Bottleneck(nn.Module):
     """He et al. 2015, "Deep residual learning for image recognition", figure 5."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
@@ -102,7 +102,7 @@ def resnet(
     inputs = width
     for stage, depth in enumerate(depths):
         for number in range(depth):
-            blocks.append(_Bottleneck(inputs, width << stage, 2 if number == 0 and stage > 0 else 1))
+            blocks.append(Bottleneck(inputs, width << stage, 2 if number == 0 and stage > 0 else 1))
             inputs = 4 * width << stage
     last = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
     return nn.Sequential(first, pool(3, 2, 1), *blocks, *last)
@@ -176,7 +176,7 @@ class Training:
         self.module = make().to(device)
         self._inputs, self._targets = (each.to(device) for each in batch())
         self._device, self.handle, self._model = device, None, self.module
-        blocks = [each for each in self.module.modules() if type(each).__name__ in ("Block", "_Bottleneck")]
+        blocks = [each for each in self.module.modules() if type(each).__name__ in ("Block", "Bottleneck")]
         for block in blocks if compiled else ():
             block.compile(backend="inductor" if device.type == "cuda" else "aot_eager", dynamic=False)
         if way == "FSDP2":

@@ -24,7 +24,7 @@ _KINDS = {
 }
 # By the field "kind" of what programs print.
 _PRINTED = {"gradcast-doctor": "run of gradcast doctor", "gradcast-bench": "result of gradcast-bench"}
-_DATA = resources.files("gradcast") / "data"
+DATA = resources.files("gradcast") / "data"
 # Bundled ones whose times are no measurements (data/README.md): 100 ms of forward, 200 ms of backward.
 ESTIMATED_PROFILES = ("bert_base", "gpt2", "inception_v3", "resnet152", "resnet18", "vit_b_16")
 
@@ -51,7 +51,7 @@ _MADE_WITH = record(
 
 
 def bundled_profiles() -> list[str]:
-    return sorted(Path(entry.name).stem for entry in _DATA.iterdir() if entry.name.endswith(".json"))
+    return sorted(Path(entry.name).stem for entry in DATA.iterdir() if entry.name.endswith(".json"))
 
 
 def scaled_profile(
@@ -87,7 +87,7 @@ def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
     if not 0 < scale < float("inf"):
         raise Error(f"scale is {scale}; it must be a number above 0, for instance 0.5")
     if name_or_path in bundled_profiles():
-        text = (_DATA / f"{name_or_path}.json").read_text(encoding="utf-8")
+        text = (DATA / f"{name_or_path}.json").read_text(encoding="utf-8")
     elif Path(name_or_path).suffix == "" and not os.path.exists(name_or_path):
         names = ", ".join(bundled_profiles())
         raise Error(f"there is no profile {name_or_path}: it is neither a file nor a bundled profile ({names})")

@@ -103,7 +103,7 @@ def test_estimated_profiles_have_every_parameter(name):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_profiles_are_their_imported_tables(name, run, tmp_path):
-    data = gradcast.files._DATA
+    data = gradcast.files.DATA
     table = tmp_path / f"layers_{name}.csv"
     table.write_text((data / f"layers_{name}.csv").read_text())
     result = run("dev", "profile", "import", table, "--name", name)
@@ -113,7 +113,7 @@ def test_measured_profiles_are_their_imported_tables(name, run, tmp_path):
 
 def test_scaling_at_import_and_at_use_are_the_same(run, tmp_path):
     table = tmp_path / "layers.csv"
-    table.write_text((gradcast.files._DATA / "layers_vgg16.csv").read_text())
+    table.write_text((gradcast.files.DATA / "layers_vgg16.csv").read_text())
     options = ["--name", "vgg16", "--scale", "0.5", "-o", tmp_path / "half.json"]
     assert run("dev", "profile", "import", table, *options).code == 0
     half, scaled = gradcast.load_profile(str(tmp_path / "half.json")), gradcast.load_profile("vgg16", 0.5)

@@ -65,7 +65,7 @@ def drawn_bounds_ms(monkeypatch):
     from gradcast.plots import lanes
 
     bounds, words = [], []
-    draw_bound, draw_key = lanes._draw_bound, lanes._draw_key
+    draw_bound, draw_key = lanes.draw_bound, lanes.draw_key
 
     def note_bound(axes, bound_ns):
         bounds.append(bound_ns / 1e6)
@@ -75,8 +75,8 @@ def drawn_bounds_ms(monkeypatch):
         words.append(schedules)
         draw_key(figure, axes, colours, plans=plans, schedules=schedules)
 
-    monkeypatch.setattr(lanes, "_draw_bound", note_bound)
-    monkeypatch.setattr(lanes, "_draw_key", note_key)
+    monkeypatch.setattr(lanes, "draw_bound", note_bound)
+    monkeypatch.setattr(lanes, "draw_key", note_key)
     return bounds, words
 
 

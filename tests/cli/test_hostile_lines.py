@@ -78,7 +78,7 @@ def test_a_compiler_with_an_open_quote(monkeypatch):
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.training.compat import native_build
 
-    for name, function in (("CXXFLAGS", native_build._user_flags), ("CXX", native_build._compiler)):
+    for name, function in (("CXXFLAGS", native_build.user_flags), ("CXX", native_build.compiler_command)):
         monkeypatch.setenv(name, '"-O2')
         with pytest.raises(native_build.BuildError, match=f"{name} is wrong: No closing quotation"):
             function()

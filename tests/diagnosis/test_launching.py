@@ -88,7 +88,7 @@ class Prober:
     """Like the doctor's, on one process."""
 
     now_ns = staticmethod(time.perf_counter_ns)
-    _stage = prober.Prober._stage
+    timed_stage = prober.Prober.timed_stage
 
     def __init__(self, module):
         self.module, self.optimizer = module, Optimizer(module.parameters(), lr=0.1)
@@ -98,11 +98,11 @@ class Prober:
         assert model is self.module
         for _ in range(5):  # two are left out
             times = dict.fromkeys(("forward", "backward", "update"), 0.0)
-            with self._stage("forward", times):
+            with self.timed_stage("forward", times):
                 output = model(torch.ones(2, 8))
-            with self._stage("backward", times):
+            with self.timed_stage("backward", times):
                 output.sum().backward()
-            with self._stage("update", times):
+            with self.timed_stage("update", times):
                 self.optimizer.step()
             self.made += 1
         return times
@@ -155,7 +155,7 @@ def recorded_names(rank):
             future.then(lambda _: time.sleep(0.02))
             future.wait()
 
-    with mock.patch.object(launch_overhead, "_from_events", lambda events, *_, **__: [each.name for each in events]):
+    with mock.patch.object(launch_overhead, "from_events", lambda events, *_, **__: [each.name for each in events]):
         return launch_overhead.computing_ms(Communicates(), None, torch.device("cpu"), {})
 
 
@@ -203,7 +203,7 @@ def test_a_gpu_computes_while_a_kernel_runs():
         events += [event(name, start + a, start + b, device="CUDA") for name, (a, b) in kernels.items()]
         events.append(event("aten::mm", start + 21, start + 50))
     # Recording makes no kernel longer, whatever the stages take usually.
-    found = launch_overhead._from_events(events, {"forward": 1.0, "backward": 1.0, "update": 1.0}, on_gpu=True)
+    found = launch_overhead.from_events(events, {"forward": 1.0, "backward": 1.0, "update": 1.0}, on_gpu=True)
     assert found == {"forward": [pytest.approx(12)], "backward": [pytest.approx(20)], "update": [0.0]}
 
 
@@ -226,4 +226,4 @@ COMPILED = [
     ],
 )
 def test_what_is_told_of_what_the_profiler_has_seen(events, on_gpu, found):
-    assert launch_overhead._from_events(events, {}, on_gpu=on_gpu) == found
+    assert launch_overhead.from_events(events, {}, on_gpu=on_gpu) == found

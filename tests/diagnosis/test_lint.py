@@ -116,7 +116,7 @@ def test_where_one_host_has_too_many_threads_every_rank_takes_part():
         ((few, few, few), [2, 2, 3]),
         ((one, one, few), [None] * 3),
     ):
-        assert [doctor._fitting_threads("aab", rank, processes) for rank in range(3)] == expected
+        assert [doctor.own_fitting_threads("aab", rank, processes) for rank in range(3)] == expected
 
 
 # --- Cores ---

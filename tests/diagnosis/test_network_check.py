@@ -77,7 +77,7 @@ def test_the_latency_is_half_a_round_trip_in_microseconds(listener, monkeypatch)
             time.sleep(0.02)
             connection.sendall(data)
 
-    monkeypatch.setattr(tcp, "_echo", late_echo)
+    monkeypatch.setattr(tcp, "echo", late_echo)
     InThread(tcp.answer, listener, TOKEN, streams=1, whom="rank 1")
     measured = tcp.measure(listener.address, TOKEN, streams=1, seconds=0.05, whom="rank 0")
     assert 10e3 <= measured.latency_us < 1e6
@@ -85,7 +85,7 @@ def test_the_latency_is_half_a_round_trip_in_microseconds(listener, monkeypatch)
 
 def test_who_sends_waits_until_all_has_been_received():
     sending_end, receiving_end = socket.socketpair()
-    sending = InThread(tcp._send, [sending_end], 0.05, "rank 1")
+    sending = InThread(tcp.send_for, [sending_end], 0.05, "rank 1")
     while receiving_end.recv(1 << 20):
         pass
     sending.join(0.3)
@@ -114,7 +114,7 @@ def test_connections_of_others_are_not_measured_and_do_not_take_all_the_time(lis
     with contextlib.ExitStack() as stack:
         _, _, stranger = (stack.enter_context(socket.create_connection(listener.address)) for _ in range(3))
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: anybody.example\r\n\r\n")
-        stack.enter_context(tcp._connected(listener.address, late, 1, SECONDS, "rank 0"))
+        stack.enter_context(tcp.connected(listener.address, late, 1, SECONDS, "rank 0"))
         answering = InThread(tcp.answer_one_way, listener, next_one, "rank 2")
         tcp.measure_one_way(listener.address, next_one, SECONDS, "rank 0")
         assert answering.result() > 0
@@ -164,7 +164,7 @@ def test_who_goes_in_the_middle_is_named(listener, monkeypatch):
 
     def answer_and_go():
         with listener.accepted(TOKEN, 1, "rank 1") as (connections, _):
-            tcp._echo(connections[0])
+            tcp.echo(connections[0])
         with listener.accepted(TOKEN, 1, "rank 1") as (connections, _):
             connections[0].recv(1000)  # closed with data unread: a reset
 
@@ -307,7 +307,7 @@ ADDRESSES = (
 @pytest.mark.slow
 def test_a_faster_interface_is_found_if_it_connects_the_hosts_and_a_pair_has_the_rate_of_its_slower_direction():
     with made_network(100e6, 100e6) as network:
-        network._shape(network._switch, "host1", 20e6)  # what it receives alone
+        network.limit_device(network.switch_name, "host1", 20e6)  # what it receives alone
         add_interface(network, "eth1", "10.78.0.1/24", "10.78.0.2/24")
         add_interface(network, "eth2", "10.79.0.1/24", "10.99.0.1/24")  # of different networks
         add_interface(network, "eth3", "fe80::1/64", "fe80::2/64")  # only link-local, which every interface has

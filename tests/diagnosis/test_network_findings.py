@@ -230,7 +230,7 @@ def test_an_all_reduce_took_what_the_last_rank_to_join_saw(monkeypatch):
 
 
 def test_a_pair_is_as_fast_as_its_slower_direction(pairs):
-    pair = pairs._pair(ReceivedRates(1 * G, 8 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 3, 5)
+    pair = pairs.pair_of(ReceivedRates(1 * G, 8 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 3, 5)
     assert pair == Pair(3, 5, latency_us=30.0, tcp_gbit_per_s=1, tcp_streams_gbit_per_s=4)
     directions = [line(50, 1.0, starts=2), line(70, 4.0, starts=2)]
     for given in (directions, directions[::-1]):
@@ -250,12 +250,12 @@ def test_a_message_takes_what_the_largest_ones_took(pairs):
 
 
 def test_a_pair_without_a_rate_says_why(pairs):
-    pair = pairs._pair(ReceivedRates(0.0, 4 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 0, 1)
+    pair = pairs.pair_of(ReceivedRates(0.0, 4 * G), ReceivedRates(2 * G, 4 * G, latency_us=30.0), 0, 1)
     assert pair.tcp_gbit_per_s is None
     assert pair.tcp_streams_gbit_per_s == 4
     assert pair.fault == "too few bytes arrived to compute a rate"
-    assert pairs._pair("refused", "no answer", 0, 1).fault == "no answer"
-    assert pairs._pair("refused", ReceivedRates(0.0, 0.0), 0, 1).fault == "refused"
+    assert pairs.pair_of("refused", "no answer", 0, 1).fault == "no answer"
+    assert pairs.pair_of("refused", ReceivedRates(0.0, 0.0), 0, 1).fault == "refused"
 
 
 @pytest.mark.parametrize(("latency_us", "rate", "seconds"), [(50, 1, 0.05), (5000, 1, 0.3), (100_000, 0.1, 2.0)])
@@ -282,7 +282,7 @@ def test_an_interface_on_which_nobody_can_listen_is_none(monkeypatch):
     known = [*KNOWN[:2], Interface("eth1", ("10.2.0.1",))]
     places = [place("x", "a", known), place("y", "b", known)]
     found = check.Network(TwoRanks(), places, b"token", lambda _: None)
-    assert check._rate_over(found, (0, 1), "eth1") is None
+    assert check.rate_over(found, (0, 1), "eth1") is None
 
 
 # --- Rounds ---

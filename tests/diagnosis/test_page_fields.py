@@ -47,8 +47,8 @@ def test_what_was_measured_between_hosts_is_not_taken_for_the_inside_of_one():
 
 def test_connections_that_gloo_has_are_no_action():
     network = doctor_runs.doctor()["network"]
-    assert result._streams_gain(network | {"connections": 3}) > 1
-    assert result._streams_gain(network | {"connections": 4}) is None
+    assert result.gain_of_streams(network | {"connections": 3}) > 1
+    assert result.gain_of_streams(network | {"connections": 4}) is None
 
 
 def test_the_text_fits_a_terminal():

@@ -290,7 +290,7 @@ def alone(job):
     trained = digest(model) == digest(plain)
     manager.shutdown()
     server.shutdown()
-    print(json.dumps({"said": said, "steps": handle._session.steps, "trained": trained}))
+    print(json.dumps({"said": said, "steps": handle.stats()["step"], "trained": trained}))
 
 
 def main():

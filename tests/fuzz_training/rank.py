@@ -92,7 +92,7 @@ def _forget_attachments() -> None:
     """A program that was refused leaves its module attached; nothing of it goes on."""
     from gradcast.training.compat import fork
 
-    for attachment in list(fork._attached):
+    for attachment in list(fork.attachments):
         if not attachment.session.released:
             with contextlib.suppress(Exception):
                 attachment.release(reusable=False)

@@ -111,14 +111,14 @@ for size in (1, 1, 200_000):
 
 
 def test_where_there_is_no_tun_it_says_so(network, monkeypatch, tmp_path):
-    monkeypatch.setattr(hosts, "_TUN_PATH", str(tmp_path / "tun"))
+    monkeypatch.setattr(hosts, "TUN_PATH", str(tmp_path / "tun"))
     with pytest.raises(LabError, match="tun, which this system does not have; leave it out"):
         network.set_latency(0, 0.001)
 
 
 def test_a_link_takes_as_long_as_asked_for_in_both_directions_and_loses_nothing():
-    if not os.path.exists(hosts._TUN_PATH):
-        pytest.skip(f"latency needs {hosts._TUN_PATH}")
+    if not os.path.exists(hosts.TUN_PATH):
+        pytest.skip(f"latency needs {hosts.TUN_PATH}")
     with lab_network(2, 200e6) as network:
         # Of one host each, so that between the two it is both of them, there and back.
         network.set_latency(0, 0.03)

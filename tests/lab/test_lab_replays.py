@@ -1,14 +1,17 @@
 """Measured steps, held against what the model makes of their own compute and network."""
 
+import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
 import gradcast
 from conftest import link_of
 from gradcast import _core
 from gradcast.lab.replays import Step, last_steps, replay
-from gradcast.training.measure.compute_cost import Compute
+from gradcast.training.measure.step_trace import StepRecord, StepTrace
 
 MS = 1e6
 
@@ -43,7 +46,9 @@ def played(profile, plan, backward, forward, link):
     )
     timeline = _core.play(longer, profile.link.scaled(link, link), plan)
     link_ns = sum(block.finish_ns - block.launch_ns for block in timeline.blocks)
-    return Step(timeline.iteration_ns, Compute(longer.backward_ns, longer.forward_ns, 0.0), link_ns)
+    busy_ns = longer.backward_ns + longer.forward_ns
+    wait_ns = timeline.iteration_ns - busy_ns
+    return Step(0, 0, timeline.iteration_ns, None, longer.backward_ns, longer.forward_ns, 0.0, wait_ns, link_ns)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
@@ -60,35 +65,25 @@ def test_a_step_waits_for_the_slower_rank_and_the_network_counts_where_nobody_wa
     plan = gradcast.make_plan(profile, profile.link)
     slow = played(profile, plan, 1.4, 1, 1)
     # The faster rank's blocks are due before the other's gradients exist.
-    fast = slow._replace(compute=Compute(150 * MS, 90 * MS, 0.0), link_ns=slow.link_ns + 100 * MS)
+    shorter = {"backward_ns": 150 * MS, "forward_ns": 90 * MS, "wait_ns": slow.step_ns - 240 * MS}
+    fast = dataclasses.replace(slow, link_ns=slow.link_ns + 100 * MS, **shorter)
     for ranks in ((slow, fast), (fast, slow)):
         assert replay(profile, plan, [ranks]).replayed_ms * MS == pytest.approx(slow.step_ns, rel=1e-5)
 
 
 def test_the_last_steps_are_taken_from_what_the_session_has_kept():
     """Without those that followed another plan; where blocks follow each other they count once."""
-    plan = object()
-
-    def record(number, step_ms, plan=plan):
+    plan, trace = object(), StepTrace(5)
+    for number in range(5):
         start_ns = 1000 * MS * number
-        spans = [("backward", start_ns, start_ns + 60 * MS), ("wait", start_ns + 60 * MS, start_ns + 70 * MS)]
-        spans.append(("update", start_ns + 70 * MS, start_ns + 72 * MS))
-        return SimpleNamespace(
-            iteration=number,
-            plan=plan,
-            start_ns=start_ns,
-            end_ns=start_ns + step_ms * MS,
-            update_calls=1,
-            total_ns=lambda name, _=None: sum(end - start for category, start, end in spans if category == name),
-        )
-
+        trace.begin(StepRecord(number, number, "another" if number == 2 else plan, None, start_ns))
+        for name, begin_ms, end_ms in (("backward", 0, 60), ("wait", 60, 70), ("update", 70, 72)):
+            trace.span(name, start_ns + begin_ms * MS, start_ns + end_ms * MS)
     blocks = [SimpleNamespace(due_ns=lo * MS, finish_ns=hi * MS) for lo, hi in ((10, 30), (30, 35), (50, 60))]
-    records = [record(number, 100 + number, "another" if number == 3 else plan) for number in range(5)]
-    view = SimpleNamespace(
-        plan=plan,
-        completed_records=lambda count: records[-count:],
-        iterations=lambda: [SimpleNamespace(iteration=number, blocks=blocks) for number in range(6)],
-    )
-    steps = last_steps(SimpleNamespace(_view=lambda: view), 3)
-    assert [step.step_ns / MS for step in steps] == [102, 104]
-    assert steps[0] == Step(102 * MS, Compute(60 * MS, 30 * MS, 2 * MS), 35 * MS)
+    timeline = [SimpleNamespace(iteration=number, blocks=blocks) for number in range(5)]
+    session = SimpleNamespace(plan=plan, trace=trace, exchange=SimpleNamespace(timeline=lambda: timeline))
+    handle = gradcast.Handle(torch.nn.Linear(1, 1), mock.Mock(session=session), [], [])
+    times = [each * MS for each in (60, 928, 2, 10, 35)]
+    assert last_steps(handle, 3) == [
+        Step(number, 1000 * MS * number, 1000 * MS, None, *times, update_calls=0) for number in (1, 3)
+    ]

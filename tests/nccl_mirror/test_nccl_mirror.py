@@ -14,6 +14,7 @@ import pytest
 
 import gradcast
 from conftest import ROOT
+from gradcast import _core
 from training.needs import torch
 
 LIBRARY = ROOT / os.environ.get("GRADCAST_BUILD", "build") / "benchmarks/nccl_mirror/libnccl.so.2"
@@ -120,8 +121,8 @@ def test_a_window_is_the_engines(monkeypatch, window):
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.nccl_mirror import mirror
 
-    engine = mock.Mock(side_effect=gradcast._core.Engine)
-    monkeypatch.setattr(gradcast._core, "Engine", engine)
+    engine = mock.Mock(side_effect=_core.Engine)
+    monkeypatch.setattr(_core, "Engine", engine)
     assert f"gradcast overlap {window}" in mirror.WAYS
     with mirror.rank_zero(2, "fake"):
         task = mirror.SMALL_TASKS["small GPT"]
@@ -208,7 +209,7 @@ def test_each_kind_of_block_is_compiled(monkeypatch):
 
     def blocks(count):
         widths = range(1, count + 1)
-        made = [mirror._Bottleneck(1 if width == 1 else 4 * width - 4, width, 1) for width in widths]
+        made = [mirror.Bottleneck(1 if width == 1 else 4 * width - 4, width, 1) for width in widths]
         return torch.nn.Sequential(*made, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
 
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):

@@ -111,7 +111,7 @@ def test_every_statistic_is_documented():
     from gradcast.training.sessions import stats
 
     page = filled("reference/statistics.md")
-    assert [key for key in stats._KEYS if f"`{key}`" not in page] == []
+    assert [key for key in stats.KEYS if f"`{key}`" not in page] == []
 
 
 def test_every_public_name_is_on_the_api_page():

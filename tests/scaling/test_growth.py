@@ -158,7 +158,7 @@ def test_the_corners_of_a_fit_are_all_that_matter():
     for count in (3, 8, 64, 4096):
         found = [
             [growth.fit_start_up("ring", corner).at("ring", count) for corner in corners]
-            for corners in (every, growth._corners(known, 0.15))
+            for corners in (every, growth.corners(known, 0.15))
         ]
         assert (min(found[0]), max(found[0])) == pytest.approx((min(found[1]), max(found[1])))
 

@@ -8,12 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from gradcast import BalancedBatchSampler, Error, ResumableLoader
+from gradcast import BalancedBatchSampler, Error, Handle, ResumableLoader
+from gradcast.training.ranks.group import Group
 from training.plan.test_balancing import ahead
 
 
 class Attached:
+    """What gradcast is attached with on one rank, as far as a sampler uses it."""
+
     released = False
+
+    def __init__(self, balance, rank, world_size):
+        self.balance, self.session = balance, SimpleNamespace(released=False, group=Group(rank, world_size))
 
 
 class Ranks:
@@ -21,16 +27,8 @@ class Ranks:
 
     def __init__(self, world_size):
         self.schedules = []
-        self.handles = [
-            SimpleNamespace(
-                rank=rank,
-                world_size=world_size,
-                _attached=Attached(),
-                _module=lambda: None,
-                _balance=self._balance,
-            )
-            for rank in range(world_size)
-        ]
+        self.attached = [Attached(self._balance, rank, world_size) for rank in range(world_size)]
+        self.handles = [Handle(torch.nn.Linear(1, 1), each, [], []) for each in self.attached]
 
     def _balance(self, call):
         self.schedules.append(call().schedule)
@@ -45,7 +43,7 @@ class Ranks:
 
 
 def loader_of(sampler, workers=0):
-    return DataLoader(range(sampler._size), batch_sampler=sampler, num_workers=workers)
+    return DataLoader(range(60), batch_sampler=sampler, num_workers=workers)
 
 
 CASES = st.integers(1, 4).flatmap(
@@ -176,7 +174,7 @@ def test_after_detach_no_batch_is_drawn():
     ranks = Ranks(2)
     loop = iter(ranks.samplers(40, 8)[0])
     next(loop)
-    ranks.handles[0]._attached.released = True
+    ranks.attached[0].released = True
     with pytest.raises(Error, match="gradcast was detached"):
         next(loop)
 

@@ -147,7 +147,7 @@ def test_damage_that_only_one_rank_meets_is_refused_on_both_before_anything_chan
     run(rank, str(tmp_path), 2)
     if rank.index == 1:
         found = reading.Reading(store.place_of(tmp_path, 2))
-        file, each = next((f, e) for f, v in found._values.items() for e in v if e.path[:3] == ("local", "1", damaged))
+        file, each = next((f, e) for f, v in found.values.items() for e in v if e.path[:3] == ("local", "1", damaged))
         with (found.place / file).open("r+b") as stream:
             stream.seek(each.offset)
             stream.write(b"damaged")

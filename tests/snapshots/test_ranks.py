@@ -15,6 +15,7 @@ from gradcast import _core
 from gradcast.snapshots import reading, resuming, store, writer, writing
 from snapshots import program
 from training.attached import attach, error_of, heard, hosts_of, planning
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -407,7 +408,7 @@ def with_shares(rank, folder, steps):
     loader = gradcast.ResumableLoader(torch.utils.data.DataLoader(samples, batch_sampler=sampler))
     begins = gradcast.resume(folder, module, optimizer, loader=loader), sampler.position
     snapshots = handle.snapshots(folder, every=1, loader=loader)
-    live, used = handle._session.controller, []
+    live, used = session_of(handle).controller, []
     live.exposed.own_stages_ns = lambda *_: {"backward": 1e6, "loop": 1e6, "forward": 1e6}
     for batch, _ in zip(loader, range(steps), strict=False):
         busy_ns = 1e6 * len(batch) * (2 if rank.index == rank.size - 1 else 1)

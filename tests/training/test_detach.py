@@ -11,6 +11,7 @@ import pytest
 import gradcast
 from training import compare
 from training.attached import attach
+from training.inside import session_of
 from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
@@ -142,7 +143,7 @@ def test_a_detached_module_is_freed_as_one_without_gradcast(rank, mode):
         TASKS["convnet"].loss(module, TASKS["convnet"].batch(rank.index, number)).backward()
         optimizer.step()
     held = {"module": module, "optimizer": optimizer, "moment": optimizer.state[next(module.parameters())]["exp_avg"]}
-    held |= {"parameter": next(module.parameters()), "buffer": handle._session.buffers.flats[0]}
+    held |= {"parameter": next(module.parameters()), "buffer": session_of(handle).buffers.flats[0]}
     left = {name: weakref.ref(each) for name, each in held.items()}
     held.clear()
     gc.collect()

@@ -10,6 +10,7 @@ import pytest
 
 import gradcast
 from gradcast.training.acceptance import accept
+from gradcast.training.attach import attach_to_quorum
 from gradcast.training.handle import Handle
 from gradcast.training.sessions.quorum import Plans, QuorumSessions
 from training.bomb import Bomb
@@ -74,8 +75,8 @@ def second_backward(model, handle):
 
 def test_statistics_are_known_before_the_first_quorum():
     model = Model()
-    sessions = QuorumSessions(mock.Mock(), accept(model, [], None), gradcast.Options(), Plans())
-    handle = Handle(model, sessions, sessions._accepted.called, [])
+    accepted = accept(model, [], None)
+    handle = Handle(model, QuorumSessions(mock.Mock(), accepted, gradcast.Options(), Plans()), accepted.called, [])
     assert handle.stats()["hosts"] == {"count": 1, "ranks_per_host": 1}
     handle.detach()
 
@@ -85,8 +86,7 @@ def test_statistics_are_known_before_the_first_quorum():
 def test_what_a_failed_backward_pass_leaves_open_is_reported_if_the_others_have_gone(rank, notice):
     torch.manual_seed(0)
     model, quorum = Model(), Quorum()
-    sessions = QuorumSessions(quorum, accept(model, [], None), gradcast.Options(broadcast_buffers=False), Plans())
-    handle = Handle(model, sessions, sessions._accepted.called, [])
+    handle = attach_to_quorum(quorum, Plans(), model, gradcast.Options())
     backward(model)
     model.explodes = True
     model.output = model(torch.ones(2, 4))

@@ -13,6 +13,7 @@ import pytest
 import gradcast
 from training import compare
 from training.attached import attach, error_of, not_refused
+from training.inside import session_of
 from training.needs import torch
 from training.ours import Ours
 from training.pool import on_ranks
@@ -266,7 +267,7 @@ def test_a_pass_that_is_captured_in_a_graph_is_refused(rank, mode):
 def test_a_capture_is_refused_before_it_would_wait(rank, mode):
     module = linear()
     handle = attach(module, sgd(module), mode)
-    exchange = handle._session.exchange
+    exchange = session_of(handle).exchange
     loss, again = (module(torch.ones(2, 3)).sum() for _ in range(2))
     loss.backward()  # its gradients are still to be taken
     with (

@@ -11,7 +11,7 @@ from gradcast.diagnosis.doctor import Doctor
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.preconditions import obstacle, updates
 from gradcast.errors import Error
-from gradcast.training.acceptance import unwrapped_optimizer
+from gradcast.training.compat.wrappers import unwrapped_optimizer
 
 
 @contextlib.contextmanager

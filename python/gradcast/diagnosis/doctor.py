@@ -138,7 +138,7 @@ class Doctor:
         makers |= {name: functools.partial(probes.wrapper, groups["cluster"], **{name: False}) for name in options}
         processes = group.computed_by_each(environment.own_process, "reading the process's limits")
         process = processes[group.rank]
-        threads = _fitting_threads(hosts, group.rank, processes)
+        threads = own_fitting_threads(hosts, group.rank, processes)
         if threads is not None:
             options.append("threads")
             makers["threads"] = makers["cluster"]
@@ -260,7 +260,7 @@ def _costly_options(ddp: DistributedDataParallel) -> list[str]:
     return options
 
 
-def _fitting_threads(hosts: Sequence[str], rank: int, processes: Sequence[environment.Process]) -> int | None:
+def own_fitting_threads(hosts: Sequence[str], rank: int, processes: Sequence[environment.Process]) -> int | None:
     """Returns this rank's number of threads that fits its host, or None on all ranks if it fits everywhere."""
     found = {host.name: host for host in environment.hosts(hosts, processes)}
     if all(host.fitting_threads is None for host in found.values()):

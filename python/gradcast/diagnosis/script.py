@@ -1,7 +1,6 @@
 """Runs a user's training script unchanged, with a doctor watching. Its exit code and its errors stay its own."""
 
 import functools
-import os
 import runpy
 import sys
 import traceback
@@ -18,7 +17,7 @@ from gradcast.diagnosis.doctor import Doctor
 from gradcast.diagnosis.outcome import Outcome
 from gradcast.diagnosis.preconditions import obstacle, updates
 from gradcast.errors import Error
-from gradcast.training.sessions.disabled import VARIABLE as DISABLE_VARIABLE
+from gradcast.training import observe
 
 
 class TrainingFinder:
@@ -68,7 +67,7 @@ def run(path: str, arguments: Sequence[str], outcome: Outcome, **options: Any) -
     if not Path(path).is_file():
         raise Error(f"the script {path} does not exist; write `gradcast doctor train.py --its-own-options`")
     # The baseline is the script without gradcast, even if it attaches gradcast itself.
-    os.environ[DISABLE_VARIABLE] = "1"
+    observe.leave_to_ddp()
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     doctor = Doctor(outcome, **options)

@@ -10,6 +10,7 @@ import torch
 
 import gradcast
 from gradcast.errors import refused
+from gradcast.training.state import TrainingState
 
 _log = logging.getLogger("gradcast")
 
@@ -41,7 +42,7 @@ class ClipCalls:
     """What a framework calls to clip, while ``handle`` is attached. ``own``: its own way, which waits for gradients."""
 
     def __init__(self, handle: gradcast.Handle, options: gradcast.Options | None) -> None:
-        self._handle, self._own = handle, (options or gradcast.Options()).clip
+        self._training, self._own = TrainingState.of(handle, "ClipCalls"), (options or gradcast.Options()).clip
         self._told = False
 
     def norm(
@@ -60,7 +61,7 @@ class ClipCalls:
         self._clip(own, parameters, {"value": float(clip_value)}, False)
 
     def _clip(self, own: Callable, parameters: Iterable[torch.Tensor], asked: dict, refuse_nonfinite: bool) -> Any:
-        session, parameters = self._handle._session, list(parameters)
+        session, parameters = self._training.session, list(parameters)
         early = None if session.released else session.early_clipping
         covers = None if early is None else early.covers(parameters)
         if covers is None:  # without gradcast's clipping, or another module's
@@ -74,7 +75,7 @@ class ClipCalls:
                 f"the framework's clip call clips {how}, and the options of gradcast clip each step of the whole "
                 f"module with {_shown(self._own)}; clip alike, or leave it out of the options"
             )
-        if not self._told and self._handle.rank == 0:
+        if not self._told and session.group.rank == 0:
             _log.warning(
                 "the framework's clip call clips %s, unlike the setting that gradcast has taken over: such calls wait "
                 "for all gradients, without overlap with the next forward pass",

@@ -23,6 +23,7 @@ from gradcast.snapshots.files import DamageError, is_sealed, parsed, sealed, sto
 from gradcast.snapshots.newest import on_every_rank
 from gradcast.snapshots.resuming import Resumed, restore_random_states, resumed
 from gradcast.snapshots.whole import Whole, newest
+from gradcast.training.state import TrainingState
 
 
 @dataclasses.dataclass
@@ -89,7 +90,7 @@ class FrameworkSnapshots:
                 "with local steps every rank has parameters of its own, and a framework's checkpoint has room for one; "
                 "leave out snapshots=FOLDER, or train without the framework"
             )
-        group = handle._session.group
+        group = TrainingState.of(handle, "snapshots").group
         on_every_rank(group, lambda: self._require_given(whole, steps))
         if len(set(group.gather(whole and whole.step))) > 1:
             raise refused("the ranks go on from different snapshots; call AttachCallback.checkpoint() on every rank")

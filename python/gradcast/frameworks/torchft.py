@@ -12,7 +12,6 @@ training/sessions/quorum.py does that. This module alone knows torchft, and what
 the group inside.
 """
 
-import dataclasses
 import weakref
 from typing import Any
 
@@ -28,14 +27,10 @@ except ImportError as error:
         f"gradcast.frameworks.torchft needs torchft ({error}); pip install 'gradcast[torchft]'", "environment"
     ) from error
 
-from gradcast.training import preflight
-from gradcast.training.acceptance import accept, check_hooks, the_ddp
-from gradcast.training.attach import make_log_visible
-from gradcast.training.attached_modules import attached_modules, attached_to
-from gradcast.training.handle import Handle
-from gradcast.training.options import Options
-from gradcast.training.sessions.disabled import is_disabled
-from gradcast.training.sessions.quorum import Plans, QuorumSessions
+from gradcast.training import Handle, Options
+from gradcast.training.attach import attach_to_quorum
+from gradcast.training.compat.wrappers import the_ddp
+from gradcast.training.sessions.quorum import Plans
 
 _STATE_KEY = "gradcast"
 
@@ -52,20 +47,16 @@ def attach(manager: Manager, module: nn.Module, optimizer: Any = None, *, option
     is a spare, sends zeros. Raises Error(invalid_use) for what would give wrong numbers.
     """
     options = options or Options()
-    make_log_visible()
     _check(manager, module, optimizer, options)
-    accepted = accept(module, [], None)
-    if any(attached_to(each) is not None for each in accepted.owned):
-        raise refused("gradcast is attached to this module already; call handle.detach() first")
-    check_hooks(accepted.parameters, [])
-    registered = _registered_with(manager)
-    options = dataclasses.replace(options, broadcast_buffers=False)
-    attached = QuorumSessions(_Quorum(manager), accepted, options, registered.plans)
-    registered.attached = weakref.ref(attached)
-    handle = Handle(accepted.module, attached, accepted.called, [])
-    for each in accepted.owned:
-        attached_modules[each] = weakref.ref(attached)
-    return handle
+    if manager not in _plans:
+        plans = _plans[manager] = Plans()
+        # On torchft's own thread, while the quorum is made.
+        manager.register_state_dict_fn(_STATE_KEY, plans.load, plans.saved)
+    return attach_to_quorum(_Quorum(manager), _plans[manager], module, options)
+
+
+# torchft takes what belongs into its state only once per manager.
+_plans: "weakref.WeakKeyDictionary[Manager, Plans]" = weakref.WeakKeyDictionary()
 
 
 def _check(manager: Any, module: Any, optimizer: Any, options: Options) -> None:
@@ -85,15 +76,8 @@ def _check(manager: Any, module: Any, optimizer: Any, options: Options) -> None:
         raise refused(
             "the module holds a DistributedDataParallel, which would average its gradients, too; give the plain module"
         )
-    if is_disabled():
-        raise refused(
-            "GRADCAST_DISABLE is set, and nothing else would average the gradients; train with torchft's "
-            "DistributedDataParallel, or unset the variable"
-        )
     for name, value in options.changed(_NOT_WITH_TORCHFT).items():
         raise refused(f"options.{name} is {value!r}, and with torchft {_NOT_WITH_TORCHFT[name]}; leave it out")
-    preflight.check_clipping(options, [])
-    preflight.check_local_steps(options, [], module, disabled=False)
 
 
 _NOT_WITH_TORCHFT = {
@@ -125,35 +109,3 @@ class _Quorum:
 
     def abort(self) -> None:
         self._manager._pg.abort()
-
-
-class _Registered:
-    """The plans in torchft's state. That takes them only once per manager, so they outlive an attachment."""
-
-    def __init__(self, manager: Manager) -> None:
-        self.plans = Plans()
-        self.attached: weakref.ref[QuorumSessions] | None = None
-        manager.register_state_dict_fn(_STATE_KEY, self._load, self._save)
-
-    def _load(self, state: dict[int, dict[str, Any]]) -> None:
-        self.plans.by_size = dict(state)
-
-    def _save(self) -> dict[int, dict[str, Any]]:
-        """Called on torchft's own thread, while the quorum is made: no step is open, and the plan does not change."""
-        attached = None if self.attached is None else self.attached()
-        if attached is not None:
-            attached.keep_plan()
-        return dict(self.plans.by_size)
-
-
-_registered: "weakref.WeakKeyDictionary[Manager, _Registered]" = weakref.WeakKeyDictionary()
-
-
-def _registered_with(manager: Manager) -> _Registered:
-    if manager not in _registered:
-        _registered[manager] = _Registered(manager)
-    found = _registered[manager]
-    attached = None if found.attached is None else found.attached()
-    if attached is not None and not attached.released:
-        raise refused("gradcast is attached with this manager already; give all modules as one list")
-    return found

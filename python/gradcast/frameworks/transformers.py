@@ -17,9 +17,9 @@ from gradcast.frameworks.accelerate import CLIP_CALLS, take_over
 from gradcast.frameworks.clipping import ClipCalls, give_back, tell_scaler, with_clipping
 from gradcast.frameworks.snapshots import FrameworkSnapshots, LoopState
 from gradcast.snapshots.whole import Whole
-from gradcast.training.acceptance import the_ddp
 from gradcast.training.attach import attach_inside
 from gradcast.training.attached_modules import detach_left
+from gradcast.training.compat.wrappers import the_ddp
 
 # A Trainer keeps its DDP module when its training has ended, also while another Trainer trains the same model.
 _trained_before: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()

@@ -34,7 +34,7 @@ _CONGESTION_CONTROL_PATH = "/proc/sys/net/ipv4/tcp_congestion_control"
 # Queue of a link. A full TCP window fits, so nothing is dropped: a loss would measure TCP's recovery.
 _QUEUE_BYTES = 4 * 1024 * 1024
 _COMMAND_TIMEOUT_S = 20
-_TUN_PATH = "/dev/net/tun"
+TUN_PATH = "/dev/net/tun"
 _END_TIMEOUT_S = 5.0
 
 _STATE, _START = 0, 19  # fields after the program's name in /proc/<pid>/stat
@@ -90,23 +90,23 @@ class Network:
     def set_rate(self, host: int, rate_bits_per_s: float) -> None:
         """Both directions of the host's link, from now on."""
         # One shaper at each end: what arrives cannot be shaped, only what is sent.
-        self._shape(self._namespace(host), self.interface, rate_bits_per_s)
-        self._shape(self._switch, f"host{host}", rate_bits_per_s)
+        self.limit_device(self._namespace(host), self.interface, rate_bits_per_s)
+        self.limit_device(self.switch_name, f"host{host}", rate_bits_per_s)
 
     def set_link(self, host: int, *, up: bool) -> None:
         """Cuts the host off, or connects it again. TCP sends again what was lost meanwhile."""
-        _run("ip", "-n", self._switch, "link", "set", f"host{host}", "up" if up else "down")
+        _run("ip", "-n", self.switch_name, "link", "set", f"host{host}", "up" if up else "down")
 
     def set_latency(self, host: int, latency_s: float) -> None:
         """Adds latency to the host's link, in each direction. Call it once for each host."""
-        if not os.path.exists(_TUN_PATH):
-            raise LabError(f"latency needs {_TUN_PATH}, which this system does not have; leave it out")
+        if not os.path.exists(TUN_PATH):
+            raise LabError(f"latency needs {TUN_PATH}, which this system does not have; leave it out")
         port, tap = f"host{host}", f"late{host}"
-        _run("ip", "-n", self._switch, "link", "set", port, "nomaster")
+        _run("ip", "-n", self.switch_name, "link", "set", port, "nomaster")
         command = [sys.executable, "-m", "gradcast.lab.delay", port, tap, f"{latency_s:g}"]
         # With a session of its own, Ctrl-C reaches only the program that uses the network, which removes it last.
         delay = subprocess.Popen(
-            ["ip", "netns", "exec", self._switch, *command],
+            ["ip", "netns", "exec", self.switch_name, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -115,7 +115,7 @@ class Network:
         self._delays.append(delay)
         if not delay.stdout.readline():
             raise LabError(f"no latency on the link of host {host}: gradcast.lab.delay ended, see above")
-        _run("ip", "-n", self._switch, "link", "set", tap, "master", "switch", "up")
+        _run("ip", "-n", self.switch_name, "link", "set", tap, "master", "switch", "up")
 
     def close(self) -> None:
         """Ends all processes on the hosts and removes the hosts. Idempotent."""
@@ -133,28 +133,28 @@ class Network:
         self.close()
 
     @property
-    def _switch(self) -> str:
+    def switch_name(self) -> str:
         return f"{self._name}-switch"
 
     def _namespace(self, host: int) -> str:
         return f"{self._name}-host{host}"
 
     def _make(self, rate_bits_per_s: float) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "switch", "up")
+        _run("ip", "netns", "add", self.switch_name)
+        _run("ip", "-n", self.switch_name, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", self.switch_name, "link", "set", "switch", "up")
         for host in range(self.host_count):
             name, port = self._namespace(host), f"host{host}"
             _run("ip", "netns", "add", name)
             ends = ("name", port, "type", "veth", "peer", "name", self.interface, "netns", name)
-            _run("ip", "-n", self._switch, "link", "add", *ends)
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "switch", "up")
+            _run("ip", "-n", self.switch_name, "link", "add", *ends)
+            _run("ip", "-n", self.switch_name, "link", "set", port, "master", "switch", "up")
             _run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", self.interface)
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "netns", "exec", name, "sh", "-c", f"echo {_CONGESTION_CONTROL} > {_CONGESTION_CONTROL_PATH}")
             _run("ip", "-n", name, "link", "set", self.interface, "up")
             self._keep_order(name, self.interface, host)
-            self._keep_order(self._switch, port, host)
+            self._keep_order(self.switch_name, port, host)
             self.set_rate(host, rate_bits_per_s)
 
     @staticmethod
@@ -171,7 +171,7 @@ class Network:
         _run("ip", "netns", "exec", namespace, "sh", "-c", f"echo {mask} > {path}")
 
     @staticmethod
-    def _shape(namespace: str, device: str, rate_bits_per_s: float) -> None:
+    def limit_device(namespace: str, device: str, rate_bits_per_s: float) -> None:
         burst = _BURST_S * rate_bits_per_s / 8
         least, most = _PIECE_BYTES
         piece = min(max(round(burst / _PIECES_PER_BURST), least), most)

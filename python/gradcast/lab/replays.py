@@ -4,24 +4,17 @@ A prediction is made before the steps that it is compared with, and the machine 
 replay has the steps' own compute and network times, so it shows the error of the model alone.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import gradcast
 from gradcast import _core
+from gradcast.files import scaled_profile
 from gradcast.intervals import busy_periods_ns
-from gradcast.training.measure import compute_cost
-from gradcast.training.measure.compute_cost import Compute
-from gradcast.training.plan.calibration import planned_busy_periods_ns
-from gradcast.training.plan.expectation import typical_step
-
-
-class Step(NamedTuple):
-    """One rank's step, from one start of backward to the next. ``link_ns``: while some block was due, not finished."""
-
-    step_ns: float
-    compute: Compute
-    link_ns: float
+from gradcast.training.observe import Step
+from gradcast.training.observe import last_steps as last
 
 
 class Replay(NamedTuple):
@@ -31,19 +24,10 @@ class Replay(NamedTuple):
     measured_ms: float
 
 
-def last_steps(handle: Any, count: int) -> list[Step]:
-    """This rank's last ``count`` complete steps, without those that followed another plan than the one in force."""
-    view = handle._view()
-    iterations = {each.iteration: each for each in view.iterations()}
-    steps = []
-    for record in view.completed_records(count):
-        if record.plan is not view.plan:
-            continue
-        step_ns = record.end_ns - record.start_ns
-        blocks = iterations[record.iteration].blocks
-        link_ns = sum(busy_periods_ns((block.due_ns, block.finish_ns) for block in blocks))
-        steps.append(Step(step_ns, compute_cost.compute_of(record, step_ns - record.total_ns("wait")), link_ns))
-    return steps
+def last_steps(handle: gradcast.Handle, count: int) -> list[Step]:
+    """This rank's last ``count`` complete steps, without those that followed another plan than the one in force. They
+    are sent to the other ranks without it."""
+    return [dataclasses.replace(each, plan=None) for each in last(handle, count) if each.plan is handle.plan]
 
 
 def replay(profile: _core.Profile, plan: _core.Plan, steps: Sequence[Sequence[Step]]) -> Replay | None:
@@ -52,10 +36,19 @@ def replay(profile: _core.Profile, plan: _core.Plan, steps: Sequence[Sequence[St
         return None
     replayed_ns = []
     for ranks in steps:
-        factors = compute_cost.compute_variation(profile, [[rank.compute for rank in ranks]])
-        planned_ns = sum(planned_busy_periods_ns(plan, compute_cost.scale_compute(profile, factors[0])))
-        replayed_ns.append(
-            typical_step(profile, plan, factors, min(rank.link_ns for rank in ranks) / planned_ns).step_ns
-        )
+        computed = _as_slowest(profile, ranks)
+        planned = _core.play(computed, profile.link, plan).blocks
+        planned_ns = sum(busy_periods_ns((block.launch_ns, block.finish_ns) for block in planned))
+        factor = min(rank.link_ns for rank in ranks) / planned_ns
+        replayed_ns.append(_core.play(computed, profile.link.scaled(factor, factor), plan).iteration_ns)
     measured_ns = [statistics.mean(rank.step_ns for rank in ranks) for ranks in steps]
     return Replay(statistics.median(replayed_ns) / 1e6, statistics.median(measured_ns) / 1e6)
+
+
+def _as_slowest(profile: _core.Profile, ranks: Sequence[Step]) -> _core.Profile:
+    """The profile with the compute of the rank that computed longest."""
+    slowest = max(ranks, key=lambda each: each.step_ns - each.wait_ns)
+    planned_ns = profile.forward_ns, profile.backward_ns, sum(tensor.update_ns for tensor in profile.tensors)
+    pairs = zip((slowest.forward_ns, slowest.backward_ns, slowest.update_ns), planned_ns, strict=True)
+    forward, backward, update = (new_ns / old_ns if old_ns > 0 else 1.0 for new_ns, old_ns in pairs)
+    return scaled_profile(profile, forward, backward_factor=backward, update_factor=update)

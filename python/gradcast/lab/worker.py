@@ -29,7 +29,7 @@ from gradcast.lab.variants import (
     scaled,
     variant,
 )
-from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
+from gradcast.training.observe import CALIBRATION_STEPS
 
 # Steps after gradcast's warm-up: it compares the plan with its first steps and may make a new one, whose first steps
 # use new buffers. DDP rebuilds its buckets after one step.

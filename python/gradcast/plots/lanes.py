@@ -46,7 +46,7 @@ def draw_plan(
     axes.set_ylim(-0.1, 2 * _LANE_HEIGHT + _LANE_GAP + 0.1)
     colours = _need_colours(profile)
     _label_blocks(axes, plan, *_draw_lanes(axes, 0, profile, plan, timeline, colours))
-    _draw_bound(axes, bound_ns)
+    draw_bound(axes, bound_ns)
     middles = [_LANE_HEIGHT / 2, 1.5 * _LANE_HEIGHT + _LANE_GAP]
     axes.set_yticks(middles, ["link\n(blocks, MB)", "compute"])
     axes.set_xlabel("ms from the start of backward")
@@ -60,7 +60,7 @@ def draw_plan(
     )
     bare(axes)
     schedules = "schedule" if has_other_ops(plan) else "schedule of all-reduces"
-    _draw_key(figure, axes, colours, plans=[plan], schedules=schedules)
+    draw_key(figure, axes, colours, plans=[plan], schedules=schedules)
     save(figure, path)
 
 
@@ -85,7 +85,7 @@ def draw_comparison(
         kind = "bound" if same_bound(row.plan.bound_ns, comparison.bound.best_ns) else "all-reduce bound"
         text = f"{end_ms:.0f} ms, {row.ratio_to_bound:.2f} x {kind}"
         axes.text(end_ms + 0.012 * slowest_ms, middle, text, va="center", fontsize=9)
-    _draw_bound(axes, comparison.bound.best_ns)
+    draw_bound(axes, comparison.bound.best_ns)
     axes.set_yticks(middles, [row.policy for row in rows])
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.policy == _core.DEFAULT_POLICY else "normal")
@@ -93,7 +93,7 @@ def draw_comparison(
     axes.set_title(literal(title), fontsize=10, loc="left")
     bare(axes)
     # The same words as in the sentence of `gradcast simulate` about this bound.
-    _draw_key(figure, axes, colours, plans=[row.plan for row in rows], schedules="schedule")
+    draw_key(figure, axes, colours, plans=[row.plan for row in rows], schedules="schedule")
     save(figure, path)
 
 
@@ -171,11 +171,11 @@ def _label_blocks(axes: Any, plan: _core.Plan, spans: list[_Span], shades: list[
             axes.text(*place, words, ha="center", va="center", fontsize=8, color="black" if bright else "white")
 
 
-def _draw_bound(axes: Any, bound_ns: float) -> None:
+def draw_bound(axes: Any, bound_ns: float) -> None:
     axes.axvline(bound_ns / 1e6, color=INK, linestyle="--", linewidth=1.2)
 
 
-def _draw_key(figure: Any, axes: Any, colours: Any, *, plans: list[_core.Plan], schedules: str) -> None:
+def draw_key(figure: Any, axes: Any, colours: Any, *, plans: list[_core.Plan], schedules: str) -> None:
     """Explains colours, hatches and the dashed line. ``schedules``: those that the bound is over."""
     hook = all(plan.mode == "hook" for plan in plans)
     bar = figure.colorbar(colours, ax=axes, pad=0.015, fraction=0.025)

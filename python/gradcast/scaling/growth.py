@@ -116,7 +116,7 @@ def fit_start_up(algorithm: str, known: list[tuple[int, float]]) -> StartUp:
     return StartUp(*best, max(errors(best)))
 
 
-def _corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tuple[int, float]]]:
+def corners(known: list[tuple[int, float]], share: float) -> Iterator[list[tuple[int, float]]]:
     """Variants of ``known`` ((workers, value), ascending), each value changed by ``share``, with a fit's extremes.
 
     The weight of a value in a fitted line changes its sign at most once along the numbers of workers.
@@ -222,7 +222,7 @@ class Growth:
         def at(way: tuple[str, str], known: list[tuple[int, float]]) -> float:
             return fit_start_up(way[0], known).at(way[1], worker_count)
 
-        found = [at(way, known) for way in ways for known in _corners(self._alphas, share)]
+        found = [at(way, known) for way in ways for known in corners(self._alphas, share)]
         return min(found), at(ways[0], self._alphas), max(found)
 
 

@@ -9,17 +9,14 @@ Thread safety: the training thread; another one may draw batches.
 import logging
 import weakref
 from collections.abc import Iterator, Sized
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 from torch.utils.data import Sampler
 
 from gradcast.errors import refused
 from gradcast.snapshots.sampler import PlaceInData
-from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
-
-if TYPE_CHECKING:
-    from gradcast.training import Handle
+from gradcast.training.state import SamplerCall, ShareSchedule, TrainingState
 
 _log = logging.getLogger("gradcast")
 
@@ -42,18 +39,16 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
     """
 
     def __init__(
-        self, dataset: Sized, handle: "Handle", batch: int, *, shuffle: bool = True, seed: int = 0, every: int = 8
+        self, dataset: Sized, handle: Any, batch: int, *, shuffle: bool = True, seed: int = 0, every: int = 8
     ) -> None:
-        """``batch``: samples of all ranks. ``every``: so many steps with the same shares are measured before these
-        change. Collective. Raises Error(invalid_use), on every rank, if ranks give different arguments or data sets of
-        different lengths, if there are fewer samples than ranks, or if GRADCAST_DISABLE is set. On a device shares stay
-        even, with a warning: how long a rank computes there is not measured."""
-        if not hasattr(handle, "_balance"):
-            raise refused(
-                f"BalancedBatchSampler got a {type(handle).__name__} as handle; pass what gradcast.attach() returned"
-            )
-        self._attached, self._module = weakref.ref(handle._attached), handle._module
-        self._rank, self._world_size = handle.rank, handle.world_size
+        """``handle``: returned by ``attach``. ``batch``: samples of all ranks. ``every``: so many steps with the same
+        shares are measured before these change. Collective. Raises Error(invalid_use), on every rank, if ranks give
+        different arguments or data sets of different lengths, if there are fewer samples than ranks, or if
+        GRADCAST_DISABLE is set. On a device shares stay even, with a warning: how long a rank computes there is not
+        measured."""
+        training = TrainingState.of(handle, "BalancedBatchSampler")
+        self._attached, self._module = weakref.ref(training.attached), training.module
+        self._rank, self._world_size = training.group.rank, training.group.world_size
         self._is_over = False  # the current epoch, for a loader that does not count
         begin = super().__init__
 
@@ -64,7 +59,7 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
             settings = {"samples": self._size, "batch": batch, "shuffle": shuffle, "seed": seed, "every": every}
             return SamplerCall(self._schedule, settings)
 
-        handle._balance(call)
+        training.balance(call)
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -13,21 +13,21 @@ from gradcast.snapshots.files import DamageError, require_fields
 from gradcast.snapshots.reading import Reading
 from gradcast.snapshots.state import extra_state, group_names, model_tensors
 from gradcast.snapshots.store import Path_
-from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.ranks.group import Group
+from gradcast.training.state import TrainingState
 
 
 @dataclasses.dataclass
 class Training:
-    """The arguments of ``resume``. ``module``: the only one of ``modules``, without wrappers, or all. ``local``: the
-    session, with local steps."""
+    """The arguments of ``resume``. ``module``: the only one of ``modules``, without wrappers, or all. ``local``: with
+    local steps."""
 
     modules: list[nn.Module]
     module: nn.Module
     optimizers: list[Optimizer]
     loader: Any
     extra: dict[str, Any]
-    local: LocalStepsSession | None
+    local: TrainingState | None
 
 
 @dataclasses.dataclass

@@ -57,7 +57,7 @@ class Reading:
             if name not in self.files:
                 raise DamageError(f"{store.METADATA}: files: {name} is missing")
         self._bytes: dict[str, bytes | bytearray] = {}  # of files of objects
-        self._values: dict[str, list[_Values]] = {name: [] for name in self.files}
+        self.values: dict[str, list[_Values]] = {name: [] for name in self.files}
         self._load(store.LAYOUT)
         layout = parsed(store.LAYOUT, self._bytes[store.LAYOUT])
         require_fields(store.LAYOUT, layout, tensors=list)
@@ -77,7 +77,7 @@ class Reading:
         if offset < 0 or offset + math.prod(shape) * dtype.itemsize > file.bytes:
             raise DamageError(f"{where}: values at {offset} do not fit into {fields['file']}")
         self.paths.append(tuple(path))
-        self._values[fields["file"]].append(_Values(offset, tuple(path), tuple(shape), dtype))
+        self.values[fields["file"]].append(_Values(offset, tuple(path), tuple(shape), dtype))
 
     def needed_by(self, rank: int) -> list[str]:
         """The files that this rank has to read: with local steps, of other ranks' states none."""
@@ -85,7 +85,7 @@ class Reading:
             return list(self.files)
         number = rank % self.world_size
         prefix = store.local_path(number)
-        own = [name for name, values in self._values.items() if any(each.path[:2] == prefix for each in values)]
+        own = [name for name, values in self.values.items() if any(each.path[:2] == prefix for each in values)]
         return [store.LAYOUT, store.OF_TORCH, store.file_of(number), *own]
 
     def load(self, names: Iterable[str]) -> dict[str, str]:
@@ -131,7 +131,7 @@ class Reading:
         expected, found, tensors = self.files[name], hashlib.sha256(), {}
         with (self.place / name).open("rb") as stream:
             require_stored(name, expected._replace(bytes=os.fstat(stream.fileno()).st_size), expected)
-            for offset, path, shape, dtype in sorted(self._values[name], key=lambda each: each.offset):
+            for offset, path, shape, dtype in sorted(self.values[name], key=lambda each: each.offset):
                 if offset < stream.tell():
                     raise DamageError(f"{store.LAYOUT}: {'.'.join(path)} overlaps another tensor in {name}")
                 _read_into(stream, memoryview(bytearray(offset - stream.tell())), found)

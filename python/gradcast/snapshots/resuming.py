@@ -17,12 +17,10 @@ from gradcast.snapshots.newest import newest_whole, on_every_rank
 from gradcast.snapshots.parts import Saved, Training, difference, optimizer_state, saved_in, tensors_of_rounds
 from gradcast.snapshots.reading import Reading
 from gradcast.snapshots.state import by_name, model_tensors, optimizers_in
-from gradcast.training.acceptance import unwrapped
-from gradcast.training.attached_modules import attached_to
 from gradcast.training.compat.module_hooks import UncopiedHook
-from gradcast.training.local.session import LocalStepsSession
+from gradcast.training.compat.wrappers import unwrapped
 from gradcast.training.ranks.group import Group
-from gradcast.training.sessions.kinds import TrainingSession, require_attached
+from gradcast.training.state import TrainingState
 
 
 @dataclasses.dataclass
@@ -62,10 +60,10 @@ def resume(
     number of ranks; if the folder is none, or of another program. If ``load_state_dict`` of ``loader`` or of an object
     in ``extra`` raises, model and optimizer are as before.
     """
-    session = _session_of(model)
-    group = _workers() if session is None or session.group.own is None else session.group
+    attached = _attached_to(model)
+    group = _workers() if attached is None or attached.group.own is None else attached.group
     folder = on_every_rank(group, lambda: store.folder_of(folder))
-    training = on_every_rank(group, lambda: _training_of(model, optimizer, loader, extra, session))
+    training = on_every_rank(group, lambda: _training_of(model, optimizer, loader, extra, attached))
     reading, damaged = newest_whole(folder, group)
     if reading is None:
         resumed[folder] = Resumed(0)
@@ -75,7 +73,7 @@ def resume(
     on_every_rank(group, lambda: _restore_objects(saved, training, group.rank, reading.step))
     on_every_rank(group, lambda: _restore(reading, saved, training, ready))
     if training.local is not None:
-        training.local.load_state_dict(ready.rounds)
+        training.local.load(ready.rounds)
     if group.world_size == reading.world_size:
         device = next(training.module.parameters()).device
         restore_random_states(saved.own["random"], training.modules, device)
@@ -84,15 +82,9 @@ def resume(
     return reading.step
 
 
-def _session_of(model: Any) -> TrainingSession | None:
-    """That of a module to which gradcast is attached. Nothing of it is in flight then."""
+def _attached_to(model: Any) -> TrainingState | None:
     first = model[0] if isinstance(model, list | tuple) and model else model
-    attached = attached_to(first) if isinstance(first, nn.Module) else None
-    if attached is None:
-        return None
-    require_attached(attached.session)
-    attached.session.flush()
-    return attached.session
+    return TrainingState.of_module(first) if isinstance(first, nn.Module) else None
 
 
 def _workers() -> Group:
@@ -100,12 +92,12 @@ def _workers() -> Group:
     return Group(dist.get_rank(), dist.get_world_size(), own=dist.group.WORLD) if is_distributed else Group(0, 1)
 
 
-def _training_of(model: Any, optimizer: Any, loader: Any, extra: Any, session: TrainingSession | None) -> Training:
+def _training_of(model: Any, optimizer: Any, loader: Any, extra: Any, attached: TrainingState | None) -> Training:
     modules = list(model) if isinstance(model, list | tuple) else [model]
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise refused(f"{model!r:.60} is no module; give the model of the training")
     module = unwrapped(modules[0]) if modules == [model] else nn.ModuleList(modules)
-    local = session if isinstance(session, LocalStepsSession) else None
+    local = attached if attached is not None and attached.session.mode == "local" else None
     return Training(modules, module, optimizers_in(optimizer), loader, by_name(extra), local)
 
 
@@ -129,7 +121,7 @@ def _checked(reading: Reading, saved: Saved, training: Training, group: Group, f
         ready = _Ready([optimizer_state(reading.tensors, state, number) for number, state in each])
         if training.local is not None:
             ready.rounds = saved.own["plan"] | {"tensors": tensors_of_rounds(reading)}
-            training.local.check(ready.rounds)
+            training.local.session.check(ready.rounds)
         return ready
     except Error as error:
         raise refused(f"the snapshot of step {reading.step} in {folder} does not fit: {error}") from None

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from gradcast.snapshots.signals import Signals
 from gradcast.snapshots.state import Copies, extra_state
 from gradcast.snapshots.store import Path_
 from gradcast.snapshots.writer import Place, SnapshotOptions, Writer, Written
-from gradcast.training.sessions.kinds import TrainingSession
+from gradcast.training.state import TrainingState
 
 _log = logging.getLogger("gradcast")
 
@@ -66,17 +66,14 @@ class Snapshots:
         agreement: Agreement,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
-        session: Callable[[], TrainingSession],
-        plan_state: Callable[[], dict[str, Any]],
+        training: TrainingState,
         start_step: int,
         options: SnapshotOptions,
         pace: Pace,
     ) -> None:
-        """``session``: the present one. ``plan_state``: its state_dict(), with local steps without the parameters."""
         self._place, self._optimizers = place, list(optimizers)
         self._module = weakref.ref(module)
-        self._session, self._plan_state = session, plan_state
-        self._is_local = session().mode == "local"
+        self._training, self._is_local = training, training.session.mode == "local"
         self._prefix = store.local_path(place.rank) if self._is_local else ()
         self._loader, self._extra = options.loader, options.extra
         self._device = next(module.parameters()).device
@@ -103,7 +100,7 @@ class Snapshots:
         Idempotent; ``handle.detach()`` does it, too. Call it on every rank."""
         try:
             if self._taken is not None and self._writer.ended is None:
-                self._session().complete_due_updates()
+                self._training.session.complete_due_updates()
                 self.begin_copy()
                 if self._taken is not None:
                     self._finish_copy()
@@ -174,7 +171,7 @@ class Snapshots:
                     self._taken.position = copy.deepcopy(self._loader.state_dict())
 
     def before_forward(self, module: nn.Module, _inputs: Any, _compiled: bool) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not self._session().lends:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not self._training.session.lends:
             self.begin_copy()
 
     def on_update(self, names: list[str], _parameters: list[nn.Parameter]) -> None:
@@ -226,7 +223,7 @@ class Snapshots:
     def _copy_complete(self, taken: _Taken, module: nn.Module) -> None:
         """Copies all but the parameters whose updates are due."""
         taken.own["random"] = random_state(self._device)
-        plan = self._plan_state()
+        plan = self._training.saved()
         if self._is_local:
             tensors = plan.pop("tensors")
             taken.rounds = {(what, name): each for what, named in tensors.items() for name, each in named.items()}
@@ -240,7 +237,7 @@ class Snapshots:
             states |= {f"extra[{name!r}]": each.state_dict() for name, each in self._extra.items()}
             taken.saved = {what: to_bytes(state, what) for what, state in states.items()}
         self._copies.begin()
-        taken.awaiting = set(self._session().due_names())
+        taken.awaiting = set(self._training.session.due_names())
         self._copies.copy(n for n, _ in module.named_parameters() if n not in taken.awaiting)
 
     def _tell_size(self, taken: _Taken) -> None:

@@ -15,9 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradcast import _core
 from gradcast.errors import Error, refused
-from gradcast.host_traffic import leaving_share
 from gradcast.intervals import united
 from gradcast.snapshots import store
 from gradcast.snapshots.agreement import Agreement, store_of
@@ -31,27 +29,24 @@ from gradcast.snapshots.snapshots import Snapshots
 from gradcast.snapshots.state import by_name, extra_state, group_names, optimizers_in, plain_groups
 from gradcast.snapshots.writer import Place, SnapshotOptions
 from gradcast.training.compat.module_hooks import UncopiedHook
-from gradcast.training.handle import Handle
-from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.ranks.group import Group
-from gradcast.training.sessions.kinds import TrainingSession
-from gradcast.training.sessions.session import Session
+from gradcast.training.state import TrainingState, UpdateCallback
 
 _SEEN_WITHIN_S = 1.0
 
 
 def start(
-    handle: Handle,
+    training: TrainingState,
     module: nn.Module,
     folder: str | Path,
     optimizer: Optimizer | Sequence[Optimizer] | None,
     options: SnapshotOptions,
 ) -> Snapshots:
     """See Handle.snapshots."""
-    group = handle._session.group
+    group = training.group
     folder = on_every_rank(group, lambda: store.folder_of(folder))
-    own = [each() for each in handle._optimizers]
-    optimizers = on_every_rank(group, lambda: own if optimizer is None else optimizers_in(optimizer))
+    given = training.optimizers if optimizer is None else optimizer
+    optimizers = on_every_rank(group, lambda: optimizers_in(given))
     options = on_every_rank(group, lambda: dataclasses.replace(options, extra=by_name(options.extra)))
     before = resumed.get(folder)
     if before is not None and before.module is not None and before.module() is not module:
@@ -65,26 +60,26 @@ def start(
     alike |= {"plan": before is not None and before.plan is not None}
     name, place = agree_on_folder(group, folder, start_step, alike, () if before is None else before.damaged)
     if before is not None and before.plan is not None:
-        handle.load_state_dict(before.plan)
-    paces = options.over_network and place.world_size > 1 and hasattr(handle._session, "exchange")
+        training.load(before.plan)
     pace = Pace(options.write_bytes_per_s)
-    if paces:
-        pace.is_network_busy = lambda: handle._session.exchange.busy
-        pace.planned = lambda: planned_step(handle._session)
+    if options.over_network and place.world_size > 1:
+        pace.is_network_busy = lambda: training.session.is_sending
+        pace.planned = lambda: planned_step(training)
     snapshots = Snapshots(
         place,
         Agreement(store_of(name) if place.world_size > 1 else None, place.rank, place.world_size),
         module,
         optimizers,
-        lambda: handle._session,
-        _plan_state(handle),
+        training,
         start_step,
         options,
         pace,
     )
-    hooks = [each().register_forward_pre_hook(UncopiedHook(snapshots.before_forward)) for each in handle._called]
+    hooks = [each.register_forward_pre_hook(UncopiedHook(snapshots.before_forward)) for each in training.called]
     hooks += [each.register_step_pre_hook(snapshots.before_step) for each in optimizers]
-    snapshots.follow(handle._follow(snapshots), hooks)
+    functions = {"without_forward": snapshots.begin_copy, "on_detach": snapshots.abandon}
+    callback = UpdateCallback(snapshots.on_update, after_step=snapshots.after_step, **functions)
+    snapshots.follow(training.follow(callback), hooks)
     return snapshots
 
 
@@ -233,38 +228,17 @@ def _is_count(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
 
 
-def planned_step(session: TrainingSession) -> PlannedStep | None:
-    """The step that the plan in force predicts; None if it has no measured link, or if no block leaves a host."""
-    hosts = session.group.hosts
-    if not isinstance(session, Session) or hosts.count == 1:
+def planned_step(training: TrainingState) -> PlannedStep | None:
+    """None as for TrainingState.predicted_step."""
+    predicted = training.predicted_step()
+    if predicted is None:
         return None
-    agreed, exchange = session.controller.agreed, session.exchange
-    link = agreed.profile.link
-    if link is None:  # a warm-up's plan, or a pinned one
-        return None
-    timeline = _core.play(agreed.profile, link, agreed.in_force)
+    mode, timeline, link, leaving_share = predicted
     busy = united((each.launch_ns / 1e9, each.finish_ns / 1e9) for each in timeline.blocks)
     # In hook mode forward begins when the last block has arrived, and what is read then waits for it.
     reads_s = [(each.arrival_ns / 1e9, each.read_ns / 1e9) for each in timeline.tensors]
-    if session.mode == "hook":
+    if mode == "hook":
         reads_s = [(busy[-1][1], busy[-1][1])]
     byte_s = link.all_reduce.pieces[-1].beta_ns_per_byte / 1e9
-    leaving = leaving_share(hosts, exchange.form, exchange.wire)
-    return PlannedStep(timeline.iteration_ns / 1e9, tuple(busy), tuple(reads_s), byte_s / leaving, max(hosts.sizes))
-
-
-def _plan_state(handle: Handle) -> Callable[[], dict[str, Any]]:
-    """handle.state_dict(), whose large parts are made again only when they have changed."""
-    session, tensors = handle._session, {}
-    if isinstance(session, LocalStepsSession):
-        return lambda: session.state_dict(tensors)
-    kept: list[Any] = [None, None]
-
-    def plan_state() -> dict[str, Any]:
-        version = (handle.plan_version, handle.measuring)
-        # With 8 bits on the wire it holds what rounding has left, which changes with every step.
-        if kept[0] != version or handle.stats()["wire"] == "int8":
-            kept[:] = [version, handle.state_dict()]
-        return kept[1] | {"mean_weight": handle._session.mean_weight}
-
-    return plan_state
+    ranks = max(training.group.hosts.sizes)
+    return PlannedStep(timeline.iteration_ns / 1e9, tuple(busy), tuple(reads_s), byte_s / leaving_share, ranks)

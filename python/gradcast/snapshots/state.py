@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import refused
 from gradcast.snapshots.store import Path_
-from gradcast.training.acceptance import unwrapped_optimizer
+from gradcast.training.compat.wrappers import unwrapped_optimizer
 
 
 def owners(parameters: dict[str, nn.Parameter], world_size: int) -> dict[str, int]:

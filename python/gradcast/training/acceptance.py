@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gradcast.errors import refused
 from gradcast.training.compat import extension
 from gradcast.training.compat.ddp_takeover import check_comm_hooks
+from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.step import partial_step
 from gradcast.training.step.partial_step_check import require_splittable
 from gradcast.training.step.step_settings import Read
@@ -151,34 +152,6 @@ def joined(modules: Sequence[Any]) -> nn.ModuleList:
     if not modules:
         raise refused("the list of modules is empty; a torch.nn.Module or several are expected")
     return nn.ModuleList(modules)
-
-
-def the_ddp(module: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel in the module's tree: the module itself, or one inside torch.compile() or another
-    wrapper. None if there is none."""
-    found = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
-    if len(found) > 1:
-        raise refused(
-            f"the module holds {len(found)} DistributedDataParallel modules; attach to each, with its own optimizer"
-        )
-    return found[0] if found else None
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's own module, inside of wrappers."""
-    ddp = the_ddp(module)
-    return module if ddp is None else ddp.module
-
-
-def unwrapped_optimizer(optimizer: Any) -> Any:
-    """The optimizer whose step() updates, inside a framework's wrapper (Accelerate's, Lightning's), which has no
-    parameter groups of its own. The wrapper keeps working around that step."""
-    while isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, Optimizer):
-            break
-        optimizer = inner
-    return optimizer
 
 
 def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Parameter]:

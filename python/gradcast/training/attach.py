@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from gradcast.errors import refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import preflight
-from gradcast.training.acceptance import Accepted, accept, check_hooks, unwrapped_optimizer
+from gradcast.training.acceptance import Accepted, accept, check_hooks
 from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
 from gradcast.training.attachment import Attachment
 from gradcast.training.compat import extension
+from gradcast.training.compat.wrappers import unwrapped_optimizer
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
 from gradcast.training.options import Options
@@ -25,6 +26,7 @@ from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import Group, backend_of, callers_of, make_group, require_backend
 from gradcast.training.sessions.disabled import DisabledSession, is_disabled, weights_refused
 from gradcast.training.sessions.kinds import Attached, Setup
+from gradcast.training.sessions.quorum import Plans, Quorum, QuorumSessions
 from gradcast.training.sessions.single_worker import SingleWorkerSession
 from gradcast.training.step.parameter_state import shown
 from gradcast.training.step.update_callbacks import UpdateCallbacks
@@ -79,14 +81,39 @@ def attach_inside(
         with group.together(_WHAT):
             group.hosts, doubt = hosts.agreed(places)
             attached = _attached(accepted, optimizers, group, options, mode, doubt)
-            handle = Handle(accepted.module, attached, accepted.called, optimizers)
+            return _handle(accepted, attached, optimizers)
     except BaseException:
         if attached is not None:  # it is another rank that has failed
             attached.release(reusable=not group.has_failed)
         raise
+
+
+def attach_to_quorum(quorum: Quorum, plans: Plans, module: nn.Module | Sequence[nn.Module], options: Options) -> Handle:
+    """attach() over process groups that come and go, in hook mode. Not collective."""
+    make_log_visible()
+    if is_disabled():
+        raise refused(
+            "GRADCAST_DISABLE is set, and nothing else would average the gradients; train with torchft's "
+            "DistributedDataParallel, or unset the variable"
+        )
+    preflight.check_clipping(options, [])
+    preflight.check_local_steps(options, [], module, disabled=False)
+    accepted = accept(module, [], None)
+    _refuse_attached(accepted)
+    check_hooks(accepted.parameters, [])
+    options = dataclasses.replace(options, broadcast_buffers=False)
+    return _handle(accepted, QuorumSessions(quorum, accepted, options, plans), [])
+
+
+def _handle(accepted: Accepted, attached: Attached, optimizers: Sequence[Optimizer]) -> Handle:
     for each in accepted.owned:
         attached_modules[each] = weakref.ref(attached)
-    return handle
+    return Handle(accepted.module, attached, accepted.called, optimizers)
+
+
+def _refuse_attached(accepted: Accepted) -> None:
+    if any(attached_to(each) is not None for each in accepted.owned):
+        raise refused("gradcast is attached to this module already; call handle.detach() first")
 
 
 def _checked(
@@ -112,8 +139,7 @@ def _checked(
         raise weights_refused()
     preflight.check_local_steps(options, optimizers, module, disabled=disabled)
     accepted = accept(module, optimizers, process_group, in_parts=not local)
-    if any(attached_to(each) is not None for each in accepted.owned):
-        raise refused("gradcast is attached to this module already; call handle.detach() first")
+    _refuse_attached(accepted)
     if callers.world_size > 1:
         check_hooks(accepted.parameters, [*idle, *([] if accepted.ddp is None else [accepted.ddp])])
     callers.device = accepted.device

@@ -7,7 +7,7 @@ import weakref
 
 from torch import nn
 
-from gradcast.training.acceptance import unwrapped
+from gradcast.training.compat.wrappers import unwrapped
 from gradcast.training.sessions.kinds import Attached
 
 # By module, without its wrappers.

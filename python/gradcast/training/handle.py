@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,20 @@ from gradcast.disk import write_file
 from gradcast.errors import refused
 from gradcast.training.attached_modules import close_at_exit, detach
 from gradcast.training.averaged_model import kept_average
-from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.sessions.kinds import Attached, TrainingSession, require_attached
-from gradcast.training.sessions.view import SessionView
+from gradcast.training.state import TrainingState
 from gradcast.training.step.gradient_buffers import GradientRange
-from gradcast.training.step.update_callbacks import Owned, UpdateCallback, UpdateFunction, owned_tensors
+from gradcast.training.step.update_callbacks import (
+    Owned,
+    UpdateCallback,
+    UpdateFunction,
+    UpdateRegistration,
+    owned_tensors,
+)
+from gradcast.training.step_stream import Step, StepStream
 
 if TYPE_CHECKING:
-    from gradcast.snapshots import Snapshots
+    from gradcast.snapshots.snapshots import Snapshots
 
 
 class Handle:
@@ -36,16 +41,13 @@ class Handle:
     ) -> None:
         """``module``: without DDP's wrapper; for a list, an nn.ModuleList of it. ``called``: whose forward the program
         calls."""
-        self._attached = attached
-        self._module = weakref.ref(module)
-        self._called = [weakref.ref(each) for each in called]
-        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._training = TrainingState(attached, module, called, optimizers)
         self._snapshots: Snapshots | None = None
         close_at_exit(attached)
 
     @property
     def _session(self) -> TrainingSession:
-        return self._attached.session
+        return self._training.session
 
     @property
     def mode(self) -> str:
@@ -134,7 +136,7 @@ class Handle:
         for one that is missing, and if all are 0.
         """
         require_attached(self._session)
-        return self._attached.weight(n)
+        return self._training.attached.weight(n)
 
     def end_round(self) -> None:
         """With local steps: averages the ranks' parameters now, whatever is left of the round, so that afterwards all
@@ -152,11 +154,6 @@ class Handle:
         Raises Error(invalid_use) without ``Options(local=...)``, and for ``step()`` inside.
         """
         return self._session.global_model()
-
-    def _balance(self, call: Callable[[], SamplerCall]) -> None:
-        """Lets the ranks' shares follow their speed. Collective."""
-        require_attached(self._session)
-        self._attached.balance(call)
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the last steps; times in ms, sizes in bytes, None for what is not known yet."""
@@ -189,7 +186,7 @@ class Handle:
         the file for ``gradcast dev plot``."""
         write_file(path, self._session.plan_text(profile_path), "plan")
 
-    def on_update(self, function: UpdateFunction, owned: Owned | None = None) -> "UpdateRegistration":
+    def on_update(self, function: UpdateFunction, owned: Owned | None = None) -> UpdateRegistration:
         """Calls ``function(names, parameters)`` with parameters whose update has just run: each trained parameter once
         per step, in parts as gradients arrive. So averages, norms and logs keep the overlap, where code behind
         ``step()`` would wait for everything.
@@ -215,9 +212,25 @@ class Handle:
         module = self._require_module()
         if not callable(function):
             raise refused(f"on_update() got {function!r}; a function of names and parameters is expected")
-        return UpdateRegistration(self._attached, UpdateCallback(function, owned_tensors(owned, module)))
+        callback = UpdateCallback(function, owned_tensors(owned, module))
+        return self._training.follow(callback)
 
-    def keep_average(self, averaged: AveragedModel) -> "UpdateRegistration":
+    def on_step(self, function: Callable[[Step], Any]) -> UpdateRegistration:
+        """Calls ``function(step)`` once for each step of this rank, with what it did: a frozen record with ``number``,
+        ``plan``, ``update_calls``, and in nanoseconds ``start_ns``, ``step_ns``, ``backward_ns``, ``update_ns``,
+        ``wait_ns`` and ``link_ns``. A step ends where the next backward pass begins, so it comes where the ``step()``
+        after that returns; an exception of the function is raised there. Where no plan is followed (local steps, one
+        worker, GRADCAST_DISABLE) a step ends with ``step()``, and its length alone is known. Not collective.
+
+        Raises Error(invalid_use) if ``function`` cannot be called.
+        """
+        self._require_module()
+        if not callable(function):
+            raise refused(f"on_step() got {function!r}; a function of a step is expected")
+        stream = StepStream(self._training.attached, function)
+        return self._training.follow(UpdateCallback(after_step=stream.after_step))
+
+    def keep_average(self, averaged: AveragedModel) -> UpdateRegistration:
         """Keeps a torch.optim.swa_utils.AveragedModel of the module: the bits of ``averaged.update_parameters(module)``
         after each step, with the overlap of ``on_update``, whose notes apply. Reading a parameter of ``averaged`` waits
         as long as necessary.
@@ -227,7 +240,7 @@ class Handle:
 
         Raises Error(invalid_use) if ``averaged`` has other parameters than the module.
         """
-        return UpdateRegistration(self._attached, kept_average(averaged, self._require_module()))
+        return self._training.follow(kept_average(averaged, self._require_module()))
 
     def snapshots(
         self,
@@ -266,17 +279,12 @@ class Handle:
         if self._snapshots is not None:
             self._snapshots.close()
         self.flush()  # blocks in flight share the group on which ranks agree
-        self._snapshots = start(self, self._require_module(), folder, optimizer, options)
+        self._snapshots = start(self._training, self._require_module(), folder, optimizer, options)
         return self._snapshots
-
-    def _follow(self, snapshots: "Snapshots") -> "UpdateRegistration":
-        functions = {"without_forward": snapshots.begin_copy, "on_detach": snapshots.abandon}
-        callback = UpdateCallback(snapshots.on_update, after_step=snapshots.after_step, **functions)
-        return UpdateRegistration(self._attached, callback)
 
     def _require_module(self) -> nn.Module:
         require_attached(self._session)
-        module = self._module()
+        module = self._training.module()
         assert module is not None, "a session that has not been released keeps its module"
         return module
 
@@ -308,31 +316,7 @@ class Handle:
         longer; the module is given back all the same, and its parameters may lack an update.
         """
         try:
-            if self._snapshots is not None and not self._attached.released and wait_s is None:
+            if self._snapshots is not None and not self._training.attached.released and wait_s is None:
                 self._snapshots.close()
         finally:
-            detach(self._attached, wait_s)
-
-    def _view(self) -> SessionView:
-        """For gradcast's own tools; no stable interface. See sessions/view.py."""
-        return self._session.view()
-
-
-class UpdateRegistration:
-    """A function of ``Handle.on_update`` or an average of ``Handle.keep_average``."""
-
-    def __init__(self, attached: Attached, callback: UpdateCallback) -> None:
-        self._attached, self._callback = attached, callback
-        self._change(attached.callbacks.add)
-
-    def remove(self) -> None:
-        """Ends the calls, after updates that are due. Idempotent."""
-        self._change(self._attached.callbacks.remove)
-
-    def _change(self, change: Callable[[UpdateCallback], None]) -> None:
-        session = self._attached.session
-        if not session.released:
-            session.complete_due_updates()
-        change(self._callback)
-        if not session.released:
-            session.on_callbacks_changed()
+            detach(self._training.attached, wait_s)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from gradcast.errors import Error, refused
-from gradcast.training.acceptance import Accepted, the_ddp
+from gradcast.training.acceptance import Accepted
+from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.options import Options
 from gradcast.training.plan.proposals import rehearse
 from gradcast.training.ranks.group import Group, backend_of, shared_group

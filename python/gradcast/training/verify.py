@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import refused
-from gradcast.training.acceptance import joined, unwrapped
+from gradcast.training.acceptance import joined
 from gradcast.training.attach import attach
 from gradcast.training.compat import extension
+from gradcast.training.compat.wrappers import unwrapped
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import callers_of
 

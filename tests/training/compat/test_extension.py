@@ -147,7 +147,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 def places(world: Path) -> dict[str, Path]:
     """The cache, a build's folder and its file."""
-    path = extension._path_in_cache(torch.__version__)
+    path = extension.path_in_cache(torch.__version__)
     return {"cache": path.parent.parent, "folder": path.parent, "file": path}
 
 
@@ -287,7 +287,7 @@ def test_where_the_cache_is(monkeypatch):
 
 
 def lock_of(tree: Path) -> Path:
-    path = extension._path_in_cache(torch.__version__).with_name("lock")
+    path = extension.path_in_cache(torch.__version__).with_name("lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -7,6 +7,7 @@ import pytest
 
 from training import compare
 from training.attached import attach, heard, hosts_of, not_refused
+from training.inside import session_of
 from training.int8_mean import added
 from training.needs import torch
 from training.pool import on_ranks
@@ -104,7 +105,7 @@ def test_differences_in_fewer_bits(rank, overlap, wire):
     reference = Narrow(module, sgd, rank.size, 6, overlap, "nesterov")
     optimizer = sgd(module)
     handle = attach(module, optimizer, local=gradcast.LocalSteps(6, overlap=overlap), wire=wire)
-    fragments = handle._session._fragments
+    fragments = session_of(handle)._fragments
     found = [next((k for k, p in zip(fragments.indices[n], pieces, strict=False) if not p.is_exact), 0)
              for n, pieces in enumerate(fragments.pieces)]  # fmt: skip
     reference.use(wire, found)
@@ -392,7 +393,7 @@ class CallsOfTorch(TorchDispatchMode):
 @on_ranks(2)
 def test_a_fragment_is_taken_without_a_look_at_a_value(rank):
     """On a device the host would wait for all that it has been given."""
-    calls, take = CallsOfTorch(), Rounds._take
+    calls, take = CallsOfTorch(), Rounds.take
 
     def watched(*args, **kwargs):
         with calls:
@@ -401,7 +402,7 @@ def test_a_fragment_is_taken_without_a_look_at_a_value(rank):
     module = net(0)
     optimizer = sgd(module)
     handle = attach(module, optimizer, local=gradcast.LocalSteps(2, overlap=0))
-    with mock.patch.object(Rounds, "_take", watched):
+    with mock.patch.object(Rounds, "take", watched):
         for step in range(6):
             train(module, optimizer, rank.index, step)
     handle.detach()

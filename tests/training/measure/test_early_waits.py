@@ -175,7 +175,7 @@ SCALED = "scaler = torch.amp.GradScaler('cpu'); scaler.scale(torch.ones(1)); sca
 )
 def test_the_advice_is_for_the_function_that_was_called(monkeypatch, program, advice):
     """The line is the program's, not that of torch or of Python's library."""
-    monkeypatch.setattr(early_waits, "_OURS", (*early_waits._OURS, str(Path(__file__).parent)))
+    monkeypatch.setattr(early_waits, "OURS", (*early_waits.OURS, str(Path(__file__).parent)))
     loop = Loop()
 
     class Owner:
@@ -199,9 +199,9 @@ def test_the_advice_is_for_the_function_that_was_called(monkeypatch, program, ad
 
 def test_a_file_is_shown_from_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert early_waits._shown(str(tmp_path / "train.py"), 83) == "train.py:83"
-    assert early_waits._shown("/somewhere/project/train.py", 83) == "project/train.py:83"
-    assert early_waits._shown("", 0) == "a thread of autograd"
+    assert early_waits.shown_line(str(tmp_path / "train.py"), 83) == "train.py:83"
+    assert early_waits.shown_line("/somewhere/project/train.py", 83) == "project/train.py:83"
+    assert early_waits.shown_line("", 0) == "a thread of autograd"
 
 
 def test_the_first_use_of_a_parameter_may_be_the_loops():

@@ -7,6 +7,7 @@ import pytest
 
 from gradcast import _core
 from training.attached import Attached, attach, planning
+from training.inside import session_of
 from training.models import TASKS
 from training.needs import torch
 from training.pool import on_ranks
@@ -97,7 +98,7 @@ def clip_beside_a_slow_rank(rank, mode):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         optimizer.step()
-        record = handle._view().open_record
+        record = session_of(handle).trace.current
         busy_ns.append(time.perf_counter_ns() - record.start_ns - record.total_ns("wait"))
     found = handle.profile.forward_ns / 1e6, statistics.median(busy_ns[6:]) / 1e6
     handle.detach()

@@ -9,6 +9,7 @@ import pytest
 from gradcast.training.measure.clocks import HostClock
 from gradcast.training.measure.stopwatch import Stopwatch
 from training.attached import attach, planning
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 from training.step.test_late_device import late_device
@@ -65,7 +66,7 @@ def test_the_warm_up_measures_it_of_a_single_optimizer(rank, device, optimizers)
         parameters = list(module.parameters())
         sgds = [SlowToCall(parameters[first::optimizers], lr=0.1) for first in range(optimizers)]
         handle = attach(module, sgds, plan=planning(warmup_steps=5))
-    controller = handle._session.controller
+    controller = session_of(handle).controller
     stamp = mock.Mock(side_effect=lambda: time.perf_counter_ns() + SlowToCall.spent_ns)
     with mock.patch.object(HostClock, "stamp", stamp):
         for _ in range(6):  # five measure

@@ -11,6 +11,7 @@ import pytest
 import gradcast
 from gradcast import _core
 from training.attached import attach, heard, hosts_of, planning
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -39,7 +40,7 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
     """``facts_of(rank, step, on_baseline)``: what a rank says of a step."""
 
     def prepare(handle):
-        live = handle._session.controller
+        live = session_of(handle).controller
         live.exposed.own_stages_ns = lambda *_: {"backward": 0.6 * USUAL_NS, "loop": 1e6, "forward": 0.5 * USUAL_NS}
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
 
@@ -249,7 +250,7 @@ def test_of_a_step_that_the_program_has_finished_early_nothing_is_said(rank, flu
     module = make_module()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     handle = attach(module, sgd, plan=planning(adapt=True))
-    reports, said = handle._session.controller.step_reports, []
+    reports, said = session_of(handle).controller.step_reports, []
     exchange = reports.exchange
     reports.exchange = lambda facts: (said.append(facts), exchange(facts))[1]
     for step in range(8):

@@ -14,6 +14,7 @@ from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from training import compare
 from training.attached import attach, heard, not_refused, planning
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -58,7 +59,7 @@ class Training:
         self.sampler = BalancedBatchSampler(range(400), self.handle, BATCH, every=every)
         self.samples, self.step, self.sizes = data(), 0, []
         self.slowness = TIMES["fast"]
-        self.live = self.handle._session.controller
+        self.live = session_of(self.handle).controller
         self.live.exposed.own_stages_ns = lambda *_: {"backward": 1e6, "loop": 1e6, "forward": 1e6}
         self.live._own_facts = lambda _: self.facts()
 

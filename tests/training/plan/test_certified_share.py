@@ -11,6 +11,7 @@ import gradcast
 from conftest import link_of
 from gradcast import _core
 from training.attached import heard, planning
+from training.inside import session_of
 from training.needs import torch
 from training.plan.test_adapt import USUAL_NS, expectation, facts, with_slower_baseline
 from training.twins import Twins
@@ -69,7 +70,7 @@ def train(rank, gain_if_waiting):
     ):
         plan = planning(adapt=True, warmup_steps=WARMUP_STEPS)
         twins = Twins(rank, "plain", "adamw foreach", plan=plan, clip=gradcast.Clip(norm=1.0))
-        live = twins.handle._session.controller
+        live = session_of(twins.handle).controller
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
         live._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.phase.on_baseline))
         seen = []

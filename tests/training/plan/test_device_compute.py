@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 
 from training.attached import Attached, attach, error_of, not_refused, planning
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 from training.step.test_late_device import late_device
@@ -51,7 +52,7 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
         module[0].register_forward_hook(clock.taking(FORWARD_NS, lambda *_: None))
         sgd = Slow(module.parameters(), lr=0.1)
         handle = attach(module, sgd, mode, plan=planning("ddp", first_bytes=1 << 20, adapt=True))
-    controller, exchange = handle._session.controller, handle._session.exchange
+    controller, exchange = session_of(handle).controller, session_of(handle).exchange
     controller._sees_compute, controller._clock = False, clock
     exchange.wait = clock.taking(WAIT_NS, exchange.wait)
     exchange.wait_all = clock.taking(WAIT_NS, exchange.wait_all)
@@ -66,7 +67,7 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
     assert profile.backward_ns == pytest.approx(BACKWARD_NS)
     assert profile.forward_ns == pytest.approx(FORWARD_NS + UPDATE_NS - update_ns)
     assert sum(tensor.update_ns for tensor in profile.tensors) == pytest.approx(update_ns, rel=1e-3)
-    assert handle._session.trace.device_clock is None, "stamps are taken only then"
+    assert session_of(handle).trace.device_clock is None, "stamps are taken only then"
     handle.detach()
     return
 

@@ -12,6 +12,7 @@ import pytest
 
 import gradcast
 from training.attached import Attached, attach, heard, not_refused
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 from training.step.test_late_device import late_device
@@ -66,7 +67,7 @@ def test_who_does_not_come_to_an_agreement_is_named(rank):
     """The key of a rank that has not come lies in no store: the others stop waiting for it."""
     store = StoreGather("who comes", rank.index, 2, timeout_s=30.0)
     assert store.gather(rank.index) == [0, 1]
-    store._timeout_s = 0.2
+    store = StoreGather("who does not", rank.index, 2, timeout_s=0.2)
     if rank.index == 1:
         return []
     found = not_refused(lambda: store.gather(0), "rank 1 has not come here within 0 s", code="communication")
@@ -91,10 +92,10 @@ def test_inside_a_collective_block_nothing_travels_and_no_update_is_due(rank):
     for _ in range(6):
         attached.step(torch.ones(4, 8))
     handle = attached.handle
-    assert handle._view().blocks_travelling
+    assert session_of(handle).is_sending
     with handle.collective(), handle.collective():
-        assert not handle._view().blocks_travelling
-        assert not handle._session.due_names()
+        assert not session_of(handle).is_sending
+        assert not session_of(handle).due_names()
     attached.step(torch.ones(4, 8))
 
 

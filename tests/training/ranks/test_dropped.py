@@ -11,6 +11,7 @@ import pytest
 import gradcast
 from training import compare
 from training.attached import attach
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 from training.sides import net
@@ -109,7 +110,7 @@ def test_other_ranks_get_what_a_dropped_model_owes_them(rank):
         module(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
         if rank.index == 0 and drops:
-            assert handle._session.exchange.busy
+            assert session_of(handle).exchange.busy
             del module, optimizer, handle
             gc.collect()
         if rank.index == 0:

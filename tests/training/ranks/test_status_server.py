@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from training.attached import Attached
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 from training.threads import threads_named
@@ -42,7 +43,7 @@ def until_closed(connection: socket.socket) -> bytes:
 
 
 def head(kind=1, rank=0, size=0) -> bytes:
-    return status_server._HEAD.pack(kind, rank, size)
+    return status_server.HEAD.pack(kind, rank, size)
 
 
 def test_entries_are_kept_by_kind_and_rank(server):
@@ -124,14 +125,14 @@ def test_a_byte_now_and_then_does_not_keep_a_connection_open(server, monkeypatch
     sent, closed = 0, threading.Event()
     with connected(server.address) as connection:
         connection.settimeout(0.5)
-        while sent < status_server._TOKEN_BYTES and not closed.is_set():
+        while sent < status_server.TOKEN_BYTES and not closed.is_set():
             with contextlib.suppress(TimeoutError):
                 connection.sendall(b"x")
                 sent += 1
                 if connection.recv(1) == b"":
                     closed.set()
     assert closed.is_set()
-    assert sent < status_server._TOKEN_BYTES
+    assert sent < status_server.TOKEN_BYTES
 
 
 @pytest.mark.parametrize("count", [1, 200])
@@ -202,18 +203,18 @@ def test_it_ends_whatever_is_connected(server):
 def test_strangers_do_not_disturb_a_training(rank):
     """Rank 1 attacks while both train and report; afterwards the server is as it was."""
     attached = Attached(torch.nn.Linear(3, 3))
-    watch = attached.handle._session.exchange.watch
+    watch = session_of(attached.handle).exchange.watch
     with contextlib.ExitStack() as stack:
         for number in range(4):
             for message in FROM_STRANGERS.values() if rank.index else ():
-                connection = stack.enter_context(connected(watch._address))
+                connection = stack.enter_context(connected(watch.address))
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(message)
             attached.step(torch.ones(2, 3))
-            answer = ask(watch._address, "stall", rank.index, number)
+            answer = ask(watch.address, "stall", rank.index, number)
             assert answer[rank.index] == number
     rank.gather("done", None)
-    answer = ask(watch._address, "hello", rank.index, None)
+    answer = ask(watch.address, "hello", rank.index, None)
     rank.gather("asked", None)  # the server ends with rank 0's training
     return [] if answer == {} else [answer]
 
@@ -225,7 +226,7 @@ def test_ranks_that_cannot_reach_the_server_are_named(rank):
     with mock.patch.object(status_server, "_own_host", side_effect=OSError("no such network")), log as warning:
         attached = Attached(torch.nn.Linear(3, 3))
     said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-    watch = attached.handle._session.exchange.watch
+    watch = session_of(attached.handle).exchange.watch
     assert "has never reached" in watch._unknown("wait")
     expected = "ranks 0 and 1 cannot reach rank 0's status server (which does not start: no such network), so messages"
     return [] if rank.index or [text.startswith(expected) for text in said] == [True] else said

@@ -4,6 +4,7 @@ import pytest
 
 from gradcast.training.step.gradient_buffers import ALIGNMENT_BYTES, REPORT_ELEMENTS, GradientBuffers
 from training import compare
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 from training.sides import Side, net
@@ -70,7 +71,7 @@ class Reversed(nn.Module):
 def test_only_gradients_that_somebody_holds_are_copied_when_the_layout_changes(rank, set_to_none, expected):
     """It changes where backward begins, and memory is fullest there."""
     twins = Twins(rank, Reversed, "sgd plain", mode="hook")
-    buffers, moved = twins.handle._session.buffers, []
+    buffers, moved = session_of(twins.handle).buffers, []
     moving = buffers._moving
 
     def counted(kept):

@@ -8,6 +8,7 @@ import pytest
 import gradcast
 from gradcast.training.plan import candidates, proposals
 from gradcast.training.step.clip_certificate import ClipCertificate
+from training.inside import session_of
 from training.models import Branches
 from training.needs import torch
 from training.pool import on_ranks
@@ -26,7 +27,7 @@ def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, 
     options |= {"policy": "p3", "clip": gradcast.Clip(norm=MAX_NORM, norm_type=norm_type)}
     twins = Twins(rank, model, optimizer, find_unused=True, **options)
     certified = []
-    exchange = twins.handle._session.exchange
+    exchange = session_of(twins.handle).exchange
     exchange.wait_all = unittest.mock.Mock(wraps=exchange.wait_all)
     for number, kind in enumerate([QUIET] * 5 + list(kinds)):
         batch = twins.task.batch(0, number)
@@ -45,12 +46,12 @@ def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, 
             if module is theirs:
                 total = nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM, norm_type)
             elif asks:
-                early = twins.handle._session.early_clipping
+                early = session_of(twins.handle).early_clipping
                 norm = early.clip(list(module.parameters()), refuse_nonfinite=False)
             step.step()
         for parameter in ours.parameters():  # reads one after the other, as forward does, but no norm of all
             parameter.sum()
-        certified.append(twins.handle._session._clipping.certified)
+        certified.append(session_of(twins.handle)._clipping.certified)
         assert exchange.wait_all.called != certified[-1]
         found = norm if asks else torch.tensor(twins.handle.stats()["grad_norm"], dtype=total.dtype)
         torch.testing.assert_close(found, total, rtol=0, atol=0, equal_nan=True)

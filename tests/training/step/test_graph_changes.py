@@ -12,6 +12,7 @@ import gradcast
 from gradcast.training import attachment
 from training import compare, sides
 from training.attached import error_of, not_refused
+from training.inside import session_of
 from training.models import Branches
 from training.needs import torch
 from training.ours import Ours
@@ -129,7 +130,7 @@ def test_parts_that_are_frozen_by_turns_are_measured_once(rank, mode):
             twins.wrap()  # DDP cannot go on with other parameters
         twins.step()
         if number % 5 == 4:
-            sessions.append(id(twins.handle._session))
+            sessions.append(id(session_of(twins.handle)))
     assert sessions[0] != sessions[1] == sessions[2] == sessions[3]
     return twins.differences()
 
@@ -172,7 +173,7 @@ class Other(nn.Module):
 def test_a_module_that_is_trained_by_another_method_than_forward(rank):
     """In a third of the steps one branch is not used, and its gradient of the step before comes late."""
     twins = branches(rank, make=Other)
-    exchange = twins.handle._session.exchange
+    exchange = session_of(twins.handle).exchange
     arrived, late = exchange.newly_arrived, []
     names = [name for name, _ in twins.modules[1].named_parameters()]
 

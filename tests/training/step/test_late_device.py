@@ -18,6 +18,7 @@ from gradcast.training.plan.expectation import Expectation
 from gradcast.training.step import gradient_exchange
 from training import _late_device
 from training.attached import Attached, attach, planning
+from training.inside import session_of
 from training.needs import torch
 from training.pool import on_ranks
 from training.step.test_equality import CASES, train_both
@@ -37,7 +38,7 @@ def late_device(delay_us=DELAY_US):
 
     def attach_there(*arguments, **options):
         handle = attach(*arguments, **options)
-        handle._session.exchange._on_device = True
+        session_of(handle).exchange._on_device = True
         return handle
 
     parts = SimpleNamespace(Transport=transport)
@@ -73,7 +74,7 @@ def test_after_flush_nothing_travels(rank):
         attached = Attached(nn.Linear(8, 8), "hook")
     attached.step(torch.ones(4, 8))
     attached.handle.flush()
-    return attached.handle._view().blocks_travelling
+    return session_of(attached.handle).is_sending
 
 
 @on_ranks(2)
@@ -81,7 +82,7 @@ def test_a_step_begins_before_the_host_has_heard_of_the_ends_of_the_last_one(ran
     """The device keeps the order, so its queue must not run empty meanwhile. In the warm-up the ends are measured."""
     with late_device(100_000) as transports:
         attached = Attached(nn.Linear(8, 8), mode)
-    exchange, travelling = attached.handle._session.exchange, []
+    exchange, travelling = session_of(attached.handle).exchange, []
     begin = exchange.begin
     exchange.begin = lambda: travelling.append(exchange.busy) or begin()
     for _ in range(6):
@@ -115,7 +116,7 @@ def test_steps_as_ddp_only_order_streams(rank, mode):
         travelling = []
         for _ in range(3 + 9 + 4):  # warm-up, the plan's first steps, and some
             attached.step(torch.ones(4, 8))
-            travelling.append(attached.handle._session.exchange.busy)
+            travelling.append(session_of(attached.handle).exchange.busy)
         assert attached.handle.stats()["runs_as_ddp"]
         attached.handle.detach()
     return f"{travelling}" if not any(travelling[-3:]) else None
@@ -202,7 +203,7 @@ def test_every_block_starts_behind_the_usage_flags(rank):
         attached = Attached(nn.Linear(8, 8), "hook")
     for _ in range(3):
         attached.step(torch.ones(4, 8))
-    (flat,) = attached.handle._session.buffers.flats
+    (flat,) = session_of(attached.handle).buffers.flats
     attached.handle.detach()
     return transports[0].written_count(0, 0, flat.nbytes) - 3
 
@@ -218,7 +219,7 @@ def test_a_failure_that_comes_after_the_host_has_gone_on_is_raised(rank, next_us
     transports[0].fail()
     module(torch.ones(4, 8)).sum().backward()  # the host goes on before that is known
     deadline_s = time.monotonic() + 20
-    while handle._view().blocks_travelling and time.monotonic() < deadline_s:
+    while session_of(handle).is_sending and time.monotonic() < deadline_s:
         time.sleep(0.01)  # whether that has been known for long makes no difference
     with pytest.raises(gradcast.Error, match="the cable is gone"):
         handle.flush() if next_use == "flush" else module(torch.ones(4, 8)).sum().backward()

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import gradcast
-from gradcast.training import acceptance
+from gradcast.training.compat import wrappers
 from training.attached import heard, not_refused
 from training.needs import torch
 from training.pool import on_ranks
@@ -42,16 +42,16 @@ def sgd():
 
 def test_the_innermost_optimizer_is_taken():
     inner = sgd()
-    assert acceptance.unwrapped_optimizer(Wrapper(Wrapper(inner))) is inner
-    assert acceptance.unwrapped_optimizer(inner) is inner
+    assert wrappers.unwrapped_optimizer(Wrapper(Wrapper(inner))) is inner
+    assert wrappers.unwrapped_optimizer(inner) is inner
 
 
 def test_what_updates_by_itself_is_no_wrapper():
     outer = Averaging(nn.Linear(2, 2).parameters(), sgd())
-    assert acceptance.unwrapped_optimizer(outer) is outer
+    assert wrappers.unwrapped_optimizer(outer) is outer
     empty = Wrapper(None)
-    assert acceptance.unwrapped_optimizer(empty) is empty
-    assert acceptance.unwrapped_optimizer("adam") == "adam"
+    assert wrappers.unwrapped_optimizer(empty) is empty
+    assert wrappers.unwrapped_optimizer("adam") == "adam"
 
 
 def test_clipping_inside_is_refused_where_a_scaler_drives_the_wrapper():

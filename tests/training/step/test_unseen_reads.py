@@ -12,6 +12,7 @@ from gradcast.training.step import pending
 from gradcast.training.step.unseen_waits import UnseenWaits
 from training import compare
 from training.attached import attach, heard, planning
+from training.inside import session_of
 from training.models import ReadsMemory, at_address
 from training.needs import torch
 from training.pool import on_ranks
@@ -204,7 +205,7 @@ def test_forward_waits_where_no_module_can(rank, case):
         state = handle.state_dict()
         handle.flush()
         needs_ns = {tensor.name: tensor.need_ns for tensor in handle.profile.tensors}
-        names, reads = [name for name, _ in ours.named_parameters()], handle._session.controller.unseen_reads
+        names, reads = [name for name, _ in ours.named_parameters()], session_of(handle).controller.unseen_reads
         found = {names[index]: read.why for index, read in reads.items()}
         handle.detach()
     first = [*WHY, *(["hidden.extension.weight"] if hidden else [])]
@@ -310,4 +311,4 @@ def test_what_is_due_is_asked_under_the_lock():
             return False
 
     steps = types.SimpleNamespace(gradients=types.SimpleNamespace(states=[]))
-    UnseenWaits(nn.Linear(1, 1), steps, lock, pytest.fail)._complete([State()])
+    UnseenWaits(nn.Linear(1, 1), steps, lock, pytest.fail).complete([State()])

@@ -352,8 +352,8 @@ def test_a_single_worker():
 
 
 def test_the_mean_of_equal_weights_is_that_weight():
-    assert weights._mean([0.1] * 3) == 0.1
-    assert weights._mean([2.0**53, 1.0, 1.0, 2.0]) == (2**53 + 4) / 4
+    assert weights.exact_mean([0.1] * 3) == 0.1
+    assert weights.exact_mean([2.0**53, 1.0, 1.0, 2.0]) == (2**53 + 4) / 4
 
 
 @on_ranks(2)

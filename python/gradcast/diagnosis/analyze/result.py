@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gradcast import __version__, _core
+from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.comparison.measured_exchange import in_a_ring
 from gradcast.diagnosis.analyze import actions, lint, lint_costs, timelines
@@ -37,7 +37,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         profile,
         hosts,
         spread=(1.0, 1.0) if trial is None else trial.spread,
-        streams_gain=_streams_gain(network) if setup.backend == "gloo" else None,
+        streams_gain=gain_of_streams(network) if setup.backend == "gloo" else None,
     )
     listed = [action for action in actions.actions(situation) if not (launch_unknown and action.key == "launch")]
     mistakes = lint_of(ranks, setup, found.step.value, profile)
@@ -48,7 +48,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
         "kind": KIND,
         "version": VERSION,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gradcast": __version__,
+        "gradcast": _core.__version__,
         "torch": setup.torch,
         "backend": setup.backend,
         "device": setup.device,
@@ -126,7 +126,7 @@ def _growth(hosts: Hosts) -> scaling.Options:
     return scaling.Options(nodes=Nodes(per_node) if per_node > 1 else None)
 
 
-def _streams_gain(network: dict[str, Any] | None) -> float | None:
+def gain_of_streams(network: dict[str, Any] | None) -> float | None:
     """How many times one TCP stream's bytes several carry, in the median pair. None if unknown, or Gloo has several."""
     pairs = [] if network is None else network["pairs"]
     if any(network["connections"] >= pair["streams"] for pair in pairs):

@@ -141,12 +141,12 @@ def _alternatives(network: Network, pair: Pair) -> dict[str, float]:
     found = {}
     for name in network_hosts.common_alternatives([network.hosts[rank] for rank in ends]):
         network.report(f"raw TCP over {name}")
-        if rate := _rate_over(network, ends, name):
+        if rate := rate_over(network, ends, name):
             found[name] = rate
     return found
 
 
-def _rate_over(network: Network, pair: tuple[int, int], name: str) -> float | None:
+def rate_over(network: Network, pair: tuple[int, int], name: str) -> float | None:
     """Returns Gbit/s, or None on all ranks if the two hosts cannot reach each other over this interface."""
     rank = network.group.rank
     own = network.hosts[rank]

@@ -69,9 +69,8 @@ def measured_over_tcp(network: Network, rounds: Rounds, seconds: float) -> list[
         except Error as error:
             own[pair] = str(error)
     everybody = network.group.gather(own)
-    return [
-        _pair(everybody[a][a, b], everybody[b][a, b], a, b) for a, b in sorted(pair for each in rounds for pair in each)
-    ]
+    pairs = sorted(pair for each in rounds for pair in each)
+    return [pair_of(everybody[a][a, b], everybody[b][a, b], a, b) for a, b in pairs]
 
 
 def measured_over_gloo(network: Network, rounds: Rounds, pairs: Sequence[Pair]) -> list[Pair]:
@@ -144,7 +143,7 @@ def _measure(network: Network, pair: tuple[int, int], seconds: float) -> tcp.Rec
     return tcp.measure(network.addresses[first], token, streams=STREAMS, seconds=seconds, whom=network.label(first))
 
 
-def _pair(a_found: tcp.ReceivedRates | str, b_found: tcp.ReceivedRates | str, a: int, b: int) -> Pair:
+def pair_of(a_found: tcp.ReceivedRates | str, b_found: tcp.ReceivedRates | str, a: int, b: int) -> Pair:
     if isinstance(a_found, str) or isinstance(b_found, str):
         # The connecting side knows more about the failure than the waiting side.
         return Pair(a, b, fault=b_found if isinstance(b_found, str) else str(a_found))

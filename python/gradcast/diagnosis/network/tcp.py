@@ -117,14 +117,14 @@ def measure(address: ListenAddress, token: bytes, *, streams: int, seconds: floa
 
     Each of four measurements takes about ``seconds``, or longer on a network with a high latency.
     """
-    with _connected(address, token, 1, 0.0, whom) as connections, _naming(whom, "small messages"):
+    with connected(address, token, 1, 0.0, whom) as connections, _naming(whom, "small messages"):
         round_trip_s = _round_trip_s(connections[0])
     seconds = long_enough_s(seconds, round_trip_s)
     received = []
     for count in (1, streams):
-        with _connected(address, token, count, seconds, whom) as connections:
-            _send(connections, seconds, whom)
-        with _connected(address, token, count, seconds, whom) as connections:
+        with connected(address, token, count, seconds, whom) as connections:
+            send_for(connections, seconds, whom)
+        with connected(address, token, count, seconds, whom) as connections:
             received.append(_received_bits_per_s(connections, seconds, whom))
     return ReceivedRates(received[0], received[1], round_trip_s / 2 * 1e6)
 
@@ -132,13 +132,13 @@ def measure(address: ListenAddress, token: bytes, *, streams: int, seconds: floa
 def answer(listener: Listener, token: bytes, *, streams: int, whom: str) -> ReceivedRates:
     """Measures a pair from the listening side. Raises Error."""
     with listener.accepted(token, 1, whom) as (connections, _), _naming(whom, "small messages"):
-        _echo(connections[0])
+        echo(connections[0])
     received = []
     for count in (1, streams):
         with listener.accepted(token, count, whom) as (connections, seconds):
             received.append(_received_bits_per_s(connections, seconds, whom))
         with listener.accepted(token, count, whom) as (connections, seconds):
-            _send(connections, seconds, whom)
+            send_for(connections, seconds, whom)
     return ReceivedRates(received[0], received[1])
 
 
@@ -146,8 +146,8 @@ def measure_one_way(
     address: ListenAddress, token: bytes, seconds: float, whom: str, timeout_s: float | None = None
 ) -> None:
     """Sends over one stream; ``answer_one_way`` returns the rate. ``timeout_s`` is that of the connection."""
-    with _connected(address, token, 1, seconds, whom, timeout_s) as connections:
-        _send(connections, seconds, whom)
+    with connected(address, token, 1, seconds, whom, timeout_s) as connections:
+        send_for(connections, seconds, whom)
 
 
 def answer_one_way(listener: Listener, token: bytes, whom: str) -> float:
@@ -172,7 +172,7 @@ def _prepared(connection: socket.socket) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _connected(
+def connected(
     address: ListenAddress, token: bytes, count: int, seconds: float, whom: str, timeout_s: float | None = None
 ) -> Iterator[Sequence[socket.socket]]:
     connections: list[socket.socket] = []
@@ -233,12 +233,12 @@ def _round_trip_s(connection: socket.socket) -> float:
     return statistics.median(times[1:])
 
 
-def _echo(connection: socket.socket) -> None:
+def echo(connection: socket.socket) -> None:
     while data := connection.recv(1):
         connection.sendall(data)
 
 
-def _send(connections: Sequence[socket.socket], seconds: float, whom: str) -> None:
+def send_for(connections: Sequence[socket.socket], seconds: float, whom: str) -> None:
     """Sends for ``seconds``, then waits until all has arrived: the next measurement needs an idle network."""
     share_bytes = _BYTES_MAX // len(connections)
 

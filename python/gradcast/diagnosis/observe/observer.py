@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.recorded_step import RecordedPass, RecordedStep, begin_pass, outputs_of
-from gradcast.training.early_uses import EarlyUses
+from gradcast.training.observe import EarlyUses
 
 RECORDED_STEPS_MAX = 2
 _CHECKED_GRADIENTS = 8  # a sample: code that writes into gradients writes into all of them

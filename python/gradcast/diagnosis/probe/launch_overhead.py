@@ -74,7 +74,7 @@ def computing_ms(
         failure = failure or _failure_of(recorder.stop)
     if failure:
         return f"torch's profiler cannot record here: {failure}"
-    return _from_events(list(recorder.events()), usual_ms, on_gpu=on_gpu)
+    return from_events(list(recorder.events()), usual_ms, on_gpu=on_gpu)
 
 
 def _failure_of(action: Callable[[], None]) -> str | None:
@@ -85,7 +85,7 @@ def _failure_of(action: Callable[[], None]) -> str | None:
     return None
 
 
-def _from_events(events: Sequence[Any], usual_ms: Mapping[str, float], *, on_gpu: bool) -> dict[str, list[float]] | str:
+def from_events(events: Sequence[Any], usual_ms: Mapping[str, float], *, on_gpu: bool) -> dict[str, list[float]] | str:
     events = [event for event in events if not event.is_async]
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
     marks = [(e.name.removeprefix(STAGE_MARK), _span(e)) for e in on_host if e.name.startswith(STAGE_MARK)]

@@ -120,17 +120,17 @@ class Prober:
             optimizer.zero_grad()
         for passes in recorded_step.by_backward(next(self._recorded_steps)):
             replayed = recorded_step.replay(model, passes)
-            with self._stage("forward", times):
+            with self.timed_stage("forward", times):
                 next(replayed)
-            with self._stage("backward", times):
+            with self.timed_stage("backward", times):
                 next(replayed, None)
-        with self._stage("update", times):
+        with self.timed_stage("update", times):
             for optimizer in self._optimizers:
                 optimizer.step()
         return times | {"step": (self.now_ns() - start_ns) / 1e6}
 
     @contextlib.contextmanager
-    def _stage(self, name: str, times: dict[str, float]) -> Iterator[None]:
+    def timed_stage(self, name: str, times: dict[str, float]) -> Iterator[None]:
         """Adds the time of a stage to ``times``, and marks the stage for torch's profiler."""
         start_ns = self.now_ns()
         with record_function(STAGE_MARK + name):

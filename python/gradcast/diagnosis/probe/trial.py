@@ -4,17 +4,13 @@ gradcast is attached to the module inside the user's wrapper, trains on the reco
 long as the user's loop does, and is detached again. So the profile is what ``attach`` would measure in this training.
 """
 
-import contextlib
 import itertools
 import json
-import logging
-import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -22,12 +18,8 @@ from gradcast import _core
 from gradcast.diagnosis.probe.prober import Prober
 from gradcast.diagnosis.trace.merged import RankTrace, compact
 from gradcast.errors import Error
-from gradcast.training.attach import attach_inside
-from gradcast.training.attached_modules import attached_modules
-from gradcast.training.handle import Handle
-from gradcast.training.options import Options, Watch
-from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
-from gradcast.training.sessions.disabled import VARIABLE as DISABLE_VARIABLE
+from gradcast.training import Handle, Options, observe
+from gradcast.training.options import Watch
 
 _FOLLOWED_STEPS = 8
 # Uncounted steps of each version of the plan: in its first step, blocks of the version before still arrive.
@@ -74,14 +66,10 @@ def try_overlap(
     Afterwards module and optimizers are as before, except for their values.
     """
     options = Options(watch=Watch(timeline_steps=_FOLLOWED_STEPS))
-    followed = CALIBRATION_STEPS + _WARMUP_STEPS + _FOLLOWED_STEPS
-    module, process_group = wrappers[0].module, wrappers[0].process_group
-    with _quietly_enabled(module):
-        try:
-            handle = attach_inside(wrappers, module, list(optimizers), process_group, options)
-        except Error as error:
-            return Trial(error=str(error))
-        try:
+    followed = observe.CALIBRATION_STEPS + _WARMUP_STEPS + _FOLLOWED_STEPS
+    module = wrappers[0].module
+    try:
+        with observe.tried(wrappers, module, optimizers, options) as handle:
             attached = _Attached(module, handle)
             prober.steps(attached, options.plan.warmup_steps, pause_ms=pause_ms)
             made = [_step(prober, attached, handle, pause_ms) for _ in range(followed)]
@@ -90,20 +78,17 @@ def try_overlap(
                 profile=json.loads(handle.profile.to_json()),
                 plan=json.loads(handle.plan.to_json()),
                 versions=plan_versions(made),
-                spread=handle._view().variation.link,
+                spread=observe.variation(handle).link,
                 trace=compact(handle.timeline()),
             )
-        except Error as error:  # raised only by a step, for instance for a sparse gradient
-            return Trial(error=str(error))
-        finally:
-            with contextlib.suppress(Error):  # detaching may raise the same error again, but it does detach
-                handle.detach()
+    except Error as error:  # gradcast refuses the module, or a step, for instance for a sparse gradient
+        return Trial(error=str(error))
 
 
 def _step(prober: Prober, attached: _Attached, handle: Handle, pause_ms: float) -> FollowedStep:
     ms = prober.step(attached, pause_ms)["step"]
-    found = handle._view()
-    return FollowedStep(found.open_record.step, handle.plan_version, handle.plan, ms, found.predicted_step_ns)
+    now = handle.stats()
+    return FollowedStep(now["step"] - 1, handle.plan_version, handle.plan, ms, 1e6 * now["predicted_ms"])
 
 
 def plan_versions(steps: Sequence[FollowedStep]) -> list[dict[str, Any]]:
@@ -120,24 +105,3 @@ def plan_versions(steps: Sequence[FollowedStep]) -> list[dict[str, Any]]:
         }
         for made in groups
     ]
-
-
-@contextlib.contextmanager
-def _quietly_enabled(module: nn.Module) -> Iterator[None]:
-    """Enables gradcast without its log, which is meant for users who attach it.
-
-    ``gradcast doctor`` disables gradcast for the script. If the script has attached this module itself, that attachment
-    is inactive; it is put aside meanwhile.
-    """
-    log = logging.getLogger("gradcast")
-    before, log.disabled = log.disabled, True
-    disabled = os.environ.pop(DISABLE_VARIABLE, None)
-    by_script = attached_modules.pop(module, None) if disabled is not None else None
-    try:
-        yield
-    finally:
-        log.disabled = before
-        if by_script is not None:
-            attached_modules[module] = by_script
-        if disabled is not None:
-            os.environ[DISABLE_VARIABLE] = disabled

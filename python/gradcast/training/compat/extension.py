@@ -64,7 +64,7 @@ def find() -> Path | None:
     installed = _installed(version)
     if installed is not None:
         return installed
-    cached = _path_in_cache(version)
+    cached = path_in_cache(version)
     return cached if cached.exists() else None
 
 
@@ -122,7 +122,7 @@ def _installed(torch_version: str) -> Path | None:
     return path if path.exists() else None
 
 
-def _path_in_cache(torch_version: str) -> Path:
+def path_in_cache(torch_version: str) -> Path:
     cache, name = cache_folder(), f"_c10d{native_build.MODULE_SUFFIX}"
     build, compiler = native_build.key(sources_root(), torch_version)
     if compiler is None and not native_build.names_this_cpu():
@@ -135,7 +135,7 @@ def _path_in_cache(torch_version: str) -> Path:
 
 def _cached(torch_version: str) -> Path:
     try:
-        path = _path_in_cache(torch_version)
+        path = path_in_cache(torch_version)
         if not path.exists():
             _build_into_cache(torch_version, path)
         for each in (path.parent.parent, path.parent, path):

@@ -12,16 +12,16 @@ from typing import Any
 
 from gradcast.errors import Error
 
-_attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
+attachments: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def watch(attachment: Any) -> None:
     """Handles this attachment at each fork from now on."""
-    _attached.add(attachment)
+    attachments.add(attachment)
 
 
 def _before() -> None:
-    for attachment in list(_attached):
+    for attachment in list(attachments):
         if not attachment.session.released:
             # The error is raised again where the training needs the values.
             with contextlib.suppress(Error):
@@ -29,7 +29,7 @@ def _before() -> None:
 
 
 def _in_child() -> None:
-    for attachment in list(_attached):
+    for attachment in list(attachments):
         attachment.session.abandon()
         # The destructor of the exchange would wait for a thread that this process does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(attachment.session.exchange))

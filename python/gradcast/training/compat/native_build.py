@@ -76,11 +76,11 @@ def key(root: Path, torch_version: str) -> tuple[str, str | None]:
 
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
     of_torch = (torch.version.git_version, str(torch.compiled_with_cxx11_abi()))
-    texts = (*_FLAGS, *_WARNINGS, *_LIBRARIES, *_user_flags(), os.environ.get("CXX", ""), libc, *of_torch)
+    texts = (*_FLAGS, *_WARNINGS, *_LIBRARIES, *user_flags(), os.environ.get("CXX", ""), libc, *of_torch)
     sources = [part for path in files(root) for part in (path.name.encode(), path.read_bytes())]
     name = f"torch-{torch_version}{MODULE_SUFFIX.removesuffix('.so')}-{_digest([*sources, *map(str.encode, texts)])}"
     try:
-        compiler = _compiler()
+        compiler = compiler_command()
     except NoCompilerError:
         return name, None
     return name, _digest([os.path.realpath(shutil.which(compiler[0])).encode(), _macros(compiler)])
@@ -97,17 +97,17 @@ def _macros(compiler: list[str]) -> bytes:
     """The macros that this compiler defines with the flags of a build: among them its version, that of the C++ library,
     and the CPU's features that it uses. Our own flags name no CPU, but CXXFLAGS=-march=native does, or a compiler's
     wrapper, and then the build runs on CPUs like this one only."""
-    command = [*compiler, *_FLAGS, *_user_flags(), "-dM", "-E", "-x", "c++", "-"]
+    command = [*compiler, *_FLAGS, *user_flags(), "-dM", "-E", "-x", "c++", "-"]
     return _run_one([], command, "#include <version>\n").encode()
 
 
 def build(root: Path, target: Path) -> None:
     """Compiles into ``target``, which appears complete or not at all, writable by this user only. Raises BuildError."""
-    compiler, include_flags = _compiler(), _include_flags(root)
+    compiler, include_flags = compiler_command(), _include_flags(root)
     sources = [path for path in files(root) if path.suffix == ".cc"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         objects = [Path(folder) / f"{source.name}.o" for source in sources]
-        compile_ = [*compiler, *_FLAGS, *_WARNINGS, *_user_flags(), *include_flags, "-c"]
+        compile_ = [*compiler, *_FLAGS, *_WARNINGS, *user_flags(), *include_flags, "-c"]
         _run([[*compile_, str(source), "-o", str(object_)] for source, object_ in zip(sources, objects, strict=True)])
         module = Path(folder) / target.name
         # No run path is needed: the torch that imports this module has already loaded these libraries.
@@ -121,7 +121,7 @@ def build(root: Path, target: Path) -> None:
 
 def names_this_cpu() -> bool:
     """Whether flags of the user's ask for the CPU at hand."""
-    return any("native" in flag for flag in (*_user_flags(), os.environ.get("CXX", "")))
+    return any("native" in flag for flag in (*user_flags(), os.environ.get("CXX", "")))
 
 
 def _words(variable: str) -> list[str]:
@@ -131,11 +131,11 @@ def _words(variable: str) -> list[str]:
         raise BuildError(f"the environment variable {variable} is wrong: {error}; correct its quotes") from None
 
 
-def _user_flags() -> list[str]:
+def user_flags() -> list[str]:
     return _words("CXXFLAGS")
 
 
-def _compiler() -> list[str]:
+def compiler_command() -> list[str]:
     chosen = _words("CXX")
     if chosen:
         if shutil.which(chosen[0]) is None:

@@ -142,7 +142,7 @@ class Rounds:
                 return
             taken = self.schedule.taken(self.clock)
             for fragment in taken:
-                self._take(fragment)
+                self.take(fragment)
             self.count += bool(taken) and taken[-1] == len(self.schedule.fragments) - 1
             if self.schedule.overlap == 0 and taken:
                 self._apply_all(0.0)
@@ -173,12 +173,12 @@ class Rounds:
         # First those that the open iteration still has to send, and then the others, which have drifted since.
         left = list(self._travel.left) if self._travel is not None else []
         for fragment in left:
-            self._take(fragment, ending=ending)
+            self.take(fragment, ending=ending)
         self._apply_all(0.0)
         everything = range(len(self.schedule.fragments))
         if len(left) < len(everything):
             for fragment in everything:  # an iteration carries all
-                self._take(fragment, ending=ending)
+                self.take(fragment, ending=ending)
             for fragment in everything:
                 self._apply(fragment, 0.0, drops=fragment in left)
         self.count += 1
@@ -190,7 +190,7 @@ class Rounds:
             for fragment in self._taken:
                 self._receive(fragment)
 
-    def _take(self, fragment: int, *, ending: bool = False) -> None:
+    def take(self, fragment: int, *, ending: bool = False) -> None:
         travel = self._travel
         if travel is not None and not travel.left:
             for each in self._taken:

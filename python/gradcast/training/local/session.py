@@ -125,6 +125,10 @@ class LocalStepsSession(TrainingSession):
         return self._travel.exchange
 
     @property
+    def is_sending(self) -> bool:
+        return self._travel is not None and self._travel.exchange.busy
+
+    @property
     def plan(self) -> _core.Plan | None:  # type: ignore[override]
         return None if self._travel is None else self._travel.plan
 
@@ -300,9 +304,13 @@ class LocalStepsSession(TrainingSession):
 
     # --- Checkpoints ---
 
-    def state_dict(self, kept: dict[str, Any] | None = None) -> dict[str, Any]:
-        """This rank's state. Starts nothing on the network, and waits for what travels. ``kept``: for a snapshot, the
-        memory of its tensors, which this fills, but for what the module's state dict has."""
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state. Starts nothing on the network, and waits for what travels."""
+        return self.saved(None)
+
+    def saved(self, kept: dict[str, Any] | None) -> dict[str, Any]:
+        """``kept``: for a snapshot, the memory of its tensors, which this fills, but for what the module's state dict
+        has."""
         self._require_own()
         state = self._rounds.state(kept)
         own = {"version": STATE_VERSION, "mode": self.mode, "rank": self.group.rank}
@@ -349,7 +357,6 @@ class LocalStepsSession(TrainingSession):
             )
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raises Error(invalid_use) for a state that this rank cannot load."""
         if state.get("mode") != self.mode or state.get("version") != STATE_VERSION:
             raise refused("the state is not one of local steps of this version; load what handle.state_dict() returned")
         if self._rounds.steps > 0:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import gradcast
+from gradcast import errors
 from gradcast.comparison.compare import NOTICEABLE_GAIN
 from gradcast.training.measure.step_trace import StepTrace
 
@@ -27,7 +27,7 @@ _MS = 1e6
 _WAITED_NS_MIN = 50_000  # less than this is looking, not waiting
 _TOLD_STEPS_MIN = 3
 _SHOWN = 5  # lines in the statistics
-_OURS = tuple(os.path.dirname(each.__file__) + os.sep for each in (torch, gradcast))
+OURS = tuple(os.path.dirname(each.__file__) + os.sep for each in (torch, errors))
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _GENERATED = ("<frozen", "<string>", "<eval_with_key>")
 
@@ -245,7 +245,7 @@ def call_site() -> tuple[str, int, Sequence[str]]:
 
 def _is_library(file: str) -> bool:
     standard = file.startswith(_STANDARD) and "-packages" not in file
-    return standard or file.startswith(_OURS) or file.startswith(_GENERATED)
+    return standard or file.startswith(OURS) or file.startswith(_GENERATED)
 
 
 def counted(cause: Cause, parameters: int, total: int) -> str:
@@ -260,15 +260,15 @@ def line_here(cause: Cause) -> tuple[tuple[Any, ...], str, str]:
     """A key for the program's line, the line as "train.py:83", and what to do there instead."""
     file, number, passed = call_site()
     advice = next((_ADVICE[name] for name in passed if name in _ADVICE), cause.advice)
-    return (file, number, cause), _shown(file, number), advice
+    return (file, number, cause), shown_line(file, number), advice
 
 
 def where() -> str:
     """The program's line, as "train.py:83"."""
-    return _shown(*call_site()[:2])
+    return shown_line(*call_site()[:2])
 
 
-def _shown(file: str, number: int) -> str:
+def shown_line(file: str, number: int) -> str:
     """The path from the current folder, or else its last two parts."""
     if not file:
         return "a thread of autograd"

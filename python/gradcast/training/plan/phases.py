@@ -28,16 +28,13 @@ workers. When the ranks' shares have changed, the plan is made again for the com
 
 import collections
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gradcast import _core
 from gradcast.training.plan.calibration import Calibration
 from gradcast.training.plan.proposals import PlanChange
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.step_reports import StepReport
-
-if TYPE_CHECKING:
-    from gradcast.training.plan.controller import PlanController
 
 # After so many steps of a plan, and then again, the share of steps that clipping certifies is looked at.
 _SHARE_STEPS = 64
@@ -66,7 +63,7 @@ class PlanPhase:
 class WarmingUp(PlanPhase):
     times_blocks = True
 
-    def __init__(self, controller: "PlanController", warmup: Warmup, change: PlanChange | None = None) -> None:
+    def __init__(self, controller: Any, warmup: Warmup, change: PlanChange | None = None) -> None:
         """``change``: why the ranks measure again."""
         self._controller = controller
         self._change = change
@@ -115,7 +112,7 @@ class MonitorFeed:
 class Monitored(PlanPhase):
     """A phase whose iterations the monitor hears of."""
 
-    def __init__(self, controller: "PlanController", feed: MonitorFeed) -> None:
+    def __init__(self, controller: Any, feed: MonitorFeed) -> None:
         self._controller = controller
         self._feed = feed
         self.on_baseline = controller.agreed.runs_as_baseline
@@ -132,7 +129,7 @@ class Monitored(PlanPhase):
 class Calibrating(Monitored):
     times_blocks = True
 
-    def __init__(self, controller: "PlanController", feed: MonitorFeed) -> None:
+    def __init__(self, controller: Any, feed: MonitorFeed) -> None:
         super().__init__(controller, feed)
         self._calibration = Calibration(controller.agreed.in_force, controller.profile.link.pack_ns_per_byte)
 
@@ -149,7 +146,7 @@ class Calibrating(Monitored):
 
 
 class Following(Monitored):
-    def __init__(self, controller: "PlanController", feed: MonitorFeed) -> None:
+    def __init__(self, controller: Any, feed: MonitorFeed) -> None:
         super().__init__(controller, feed)
         self._iterations = 0
 

@@ -49,7 +49,7 @@ class StallWatchdog:
         limit_s = options.watch.stall_warning_s
         self._warn_after_s = limit_s if group.timeout_s is None else min(limit_s, _TIMEOUT_SHARE * group.timeout_s)
         self._folder = options.watch.dump_dir or tempfile.gettempdir()
-        server, self._address = start_status_server(group)
+        server, self.address = start_status_server(group)
         self._failure: Error | None = None
         self._waiting: _Wait | None = None
         self._use = EngineUse(engine, group)
@@ -77,8 +77,8 @@ class StallWatchdog:
             raise explained from None
         finally:
             self._waiting = before
-            if waiting.is_reported and self._address is not None:
-                ask(self._address, "stall", self._group.rank, None)
+            if waiting.is_reported and self.address is not None:
+                ask(self.address, "stall", self._group.rank, None)
 
     def close(self) -> None:
         """Idempotent."""
@@ -104,8 +104,8 @@ class StallWatchdog:
         entry = {"iteration": self._engine.counters().iterations, "text": text[:_CHARACTERS_REPORTED]}
         reports = self._exchange("stall", entry, waiting)
         if self._waiting is not waiting:
-            if self._address is not None:
-                ask(self._address, "stall", self._group.rank, None)
+            if self.address is not None:
+                ask(self.address, "stall", self._group.rank, None)
             return
         if reports is not None and min(reports) != self._group.rank:
             return
@@ -144,7 +144,7 @@ class StallWatchdog:
             return f"{text} (Their last events could not be written: {error})"
 
     def _unknown(self, doing: str) -> str:
-        if self._address is None:
+        if self.address is None:
             return f"This rank has never reached rank 0's status server, so it does not know which other ranks {doing}."
         return f"Rank 0, which knows the other ranks that {doing}, does not respond: it has ended, or is cut off."
 
@@ -172,8 +172,8 @@ class StallWatchdog:
         """Reports this rank's entry and collects the others' for a while. Returns all entries by rank, or None if the
         server does not answer. ``during``: ends early when this wait is over."""
         deadline_s = time.monotonic() + _LISTEN_S
-        while self._address is not None:
-            reports = ask(self._address, kind, self._group.rank, entry)
+        while self.address is not None:
+            reports = ask(self.address, kind, self._group.rank, entry)
             is_over = during is not None and self._waiting is not during
             is_complete = reports is not None and len(reports) == self._group.world_size
             if reports is None or is_over or is_complete or time.monotonic() > deadline_s:

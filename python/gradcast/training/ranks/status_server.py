@@ -27,9 +27,9 @@ from typing import Any
 from gradcast.training.ranks.group import Group, ranks_named
 
 _TIMEOUT_S = 2.0  # of a connection, from its beginning to its end
-_TOKEN_BYTES = 16
+TOKEN_BYTES = 16
 _KINDS = ("hello", "stall", "failure")
-_HEAD = struct.Struct("!BII")  # number of the kind, rank, bytes of the entry
+HEAD = struct.Struct("!BII")  # number of the kind, rank, bytes of the entry
 # An answer is a number of entries, and each of them behind a head.
 _COUNT = struct.Struct("!I")
 _ENTRY_HEAD = struct.Struct("!II")  # rank, bytes
@@ -55,7 +55,7 @@ class StatusServer:
 
     def __init__(self, world_size: int) -> None:
         """Listens on this host's address in the network of the training only. Raises OSError."""
-        host, token = _own_host(), secrets.token_bytes(_TOKEN_BYTES)
+        host, token = _own_host(), secrets.token_bytes(TOKEN_BYTES)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.address = ServerAddress(host, listening.getsockname()[1], token)
@@ -95,10 +95,10 @@ class _Desk:
             writer.transport.abort()
 
     async def _answer(self, task: asyncio.Task, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not hmac.compare_digest(await reader.readexactly(_TOKEN_BYTES), self._token):
+        if not hmac.compare_digest(await reader.readexactly(TOKEN_BYTES), self._token):
             return
         self.open[task] = True
-        kind, rank, size = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+        kind, rank, size = HEAD.unpack(await reader.readexactly(HEAD.size))
         if kind >= len(_KINDS) or rank >= self._world_size or size > _ENTRY_BYTES_MAX:
             return
         entry, entries = await reader.readexactly(size), self._entries[kind]
@@ -167,7 +167,7 @@ def ask(address: ServerAddress, kind: str, rank: int, entry: Any) -> dict[int, A
     deadline_s = time.monotonic() + _TIMEOUT_S
     try:
         with socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S) as connection:
-            connection.sendall(address.token + _HEAD.pack(_KINDS.index(kind), rank, len(text)) + text)
+            connection.sendall(address.token + HEAD.pack(_KINDS.index(kind), rank, len(text)) + text)
             return _entries(_received(connection, deadline_s))
     except (OSError, ValueError, struct.error):
         return None

@@ -25,7 +25,6 @@ from gradcast.training.ranks.group_pool import operations_begun
 from gradcast.training.ranks.registered_memory import registered_memory
 from gradcast.training.sessions.kinds import Setup, TrainingSession, require_attached
 from gradcast.training.sessions.stats import plan_stats
-from gradcast.training.sessions.view import SessionView
 from gradcast.training.sessions.warmup_reads import WarmupReads
 from gradcast.training.step import clipping, residuals
 from gradcast.training.step.gradient_buffers import GradientBuffers, GradientRange
@@ -146,8 +145,13 @@ class SessionBase(TrainingSession):
         require_attached(self)
         return agreement.plan_text(self.plan, self.controller.agreed.profile, profile_path)
 
-    def view(self) -> SessionView:
-        return SessionView(self.controller)
+    @property
+    def is_sending(self) -> bool:
+        return self.exchange.busy
+
+    @property
+    def saves_anew(self) -> bool:
+        return bool(self.buffers.residuals)
 
     @property
     def mean_weight(self) -> float | None:

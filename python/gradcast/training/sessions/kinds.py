@@ -20,13 +20,13 @@ from gradcast import _core
 from gradcast.alarms import Alarm
 from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
+from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.options import Options
 from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks.group import Group
 from gradcast.training.sessions.open_blocks import CollectiveFence, NoSyncBlocks
 from gradcast.training.sessions.stats import base_stats
-from gradcast.training.sessions.view import SessionView
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientRange
@@ -53,15 +53,19 @@ class TrainingSession:
     """As it is for the kinds without plans, of which nothing is ever in flight; Session overrides most of it.
 
     ``mode``: "hook", "overlap", "local" or "ddp". ``steps``: completed so far. ``released``: gradcast has left the
-    module. ``profile``: what the warm-up has measured, None before. ``plan``: the one in force; ``plan_version`` grows
+    module. ``is_sending``: blocks are on the network. ``saves_anew``: ``state_dict()`` changes with each step.
+    ``profile``: what the warm-up has measured, None before. ``plan``: the one in force; ``plan_version`` grows
     with each. ``measuring``: a warm-up is running that ends with a plan. ``layout``: the place of each gradient in the
     buffers, in the order of the plan's profile. ``early_clipping``: clips when the program asks for it. ``fence``: the
     program's open ``handle.collective()`` blocks. ``lends``: the module has other tensors, inside ``global_model()``.
+    ``trace``: the record of the last steps.
     """
 
     mode = "hook"
     steps = 0
     released = False
+    is_sending = False
+    saves_anew = False
     profile: _core.Profile | None = None
     plan: _core.Plan | None = None
     plan_version = 0
@@ -69,6 +73,7 @@ class TrainingSession:
     layout: tuple[GradientRange, ...] = ()
     lends = False
     early_clipping: EarlyClipping | ClipOnce | None = None
+    trace: StepTrace | None = None
 
     def __init__(self, group: Group, ddps: Iterable[DistributedDataParallel] = ()) -> None:
         """``ddps``: DDP modules of which no_sync() holds, too."""
@@ -140,6 +145,16 @@ class TrainingSession:
         own = {"mode": self.mode, "world_size": self.group.world_size, "profile": profile, "plan": None}
         return {"version": STATE_VERSION, **own}
 
+    def saved(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict()`` for a snapshot. ``kept``: holds what the last call has made, for this one."""
+        version = (self.plan_version, self.measuring)
+        if kept.get("version") != version or self.saves_anew:
+            kept.update(version=version, state=self.state_dict())
+        return kept["state"] | {"mean_weight": self.mean_weight}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises Error(invalid_use) for a state that this rank cannot load."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows the plan of a checkpoint if it fits. Collective."""
 
@@ -148,9 +163,6 @@ class TrainingSession:
 
     def global_model(self) -> contextlib.AbstractContextManager[None]:
         raise refused(_NO_ROUNDS)
-
-    def view(self) -> SessionView:
-        raise refused(_NO_PLAN)
 
     def close_at_exit(self, *, failed: bool) -> None:
         """The interpreter exits. ``failed``: by an error, so that other ranks may never answer."""

@@ -11,6 +11,7 @@ What fails on the network is reported, and the rest of the step sends nothing.
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -54,10 +55,29 @@ class Quorum(Protocol):
 
 class Plans:
     """By number of replicas, the plan and profile that were in force last (``Handle.state_dict()``); the newest is
-    last."""
+    last. They outlive an attachment."""
 
     def __init__(self) -> None:
         self.by_size: dict[int, dict[str, Any]] = {}
+        self._sessions: weakref.ref[QuorumSessions] | None = None
+
+    def follow(self, sessions: "QuorumSessions") -> None:
+        """Keeps the plans of these. Raises Error(invalid_use) while those of another attachment are kept."""
+        if (other := self._followed()) is not None and not other.released:
+            raise refused("gradcast is attached with this manager already; give all modules as one list")
+        self._sessions = weakref.ref(sessions)
+
+    def _followed(self) -> "QuorumSessions | None":
+        return None if self._sessions is None else self._sessions()
+
+    def load(self, state: dict[int, dict[str, Any]]) -> None:
+        self.by_size = dict(state)
+
+    def saved(self) -> dict[int, dict[str, Any]]:
+        """Any thread, while no step is open: the plan does not change."""
+        if (sessions := self._followed()) is not None:
+            sessions.keep_plan()
+        return dict(self.by_size)
 
     def keep(self, size: int, state: dict[str, Any]) -> None:
         self.by_size.pop(size, None)
@@ -134,6 +154,7 @@ class QuorumSessions:
     a step whose group has failed, one of which nothing travels."""
 
     def __init__(self, quorum: Quorum, accepted: Accepted, options: Options, plans: Plans) -> None:
+        plans.follow(self)
         self.quorum, self._accepted, self._options, self._plans = quorum, accepted, options, plans
         self.callbacks = UpdateCallbacks(accepted.parameters, in_parts=False)
         self.session = TrainingSession(Group(0, 1))

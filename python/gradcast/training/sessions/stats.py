@@ -60,7 +60,7 @@ MEANINGS = {
         "arrived, over the norm",
     },
 }
-_KEYS = [*(key for group in MEANINGS.values() for key in group), "snapshots", "waits"]
+KEYS = [*(key for group in MEANINGS.values() for key in group), "snapshots", "waits"]
 
 
 def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None
     compute_ms = None if profile is None else compute_ns(profile) / 1e6
     known = {"step": step, "mode": mode, "world_size": group.world_size, "compute_ms": compute_ms}
     known["hosts"] = {"count": group.hosts.count, "ranks_per_host": group.hosts.ranks_per_host}
-    return dict.fromkeys(_KEYS) | known
+    return dict.fromkeys(KEYS) | known
 
 
 def plan_stats(controller: PlanController) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class UnseenWaits:
                     f"before it begins: {why}",
                     parameter_state.names(states),
                 )
-        self._complete(first if training else [self._states[index] for index in reads])
+        self.complete(first if training else [self._states[index] for index in reads])
 
     def release(self) -> None:
         for hook in self._hooks:
@@ -61,10 +61,10 @@ class UnseenWaits:
                 why = read.why or "another module owns them than when this was measured"
                 self._waited_first.setdefault(why, []).append(state)
         for part, states in by_part.items():
-            hook = UncopiedHook(functools.partial(WeakHook(self._complete), states))
+            hook = UncopiedHook(functools.partial(WeakHook(self.complete), states))
             self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
 
-    def _complete(self, states: Sequence[ParameterState], *_: Any) -> None:
+    def complete(self, states: Sequence[ParameterState], *_: Any) -> None:
         with self._lock():  # another thread may be updating some, which are due no more
             due = [state for state in states if state.is_update_due]
             if due:

@@ -33,7 +33,7 @@ class UpdateCallback:
     of all trained parameters once per step, where ``step()`` returns. ``without_forward``: called where a step begins
     in which this rank has no samples. ``on_detach``: called when gradcast has left the module."""
 
-    function: UpdateFunction
+    function: UpdateFunction = lambda _names, _parameters: None
     owned: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
     after_step: Callable[[Sequence[str]], None] | None = None
     without_forward: Callable[[], None] | None = None
@@ -123,6 +123,26 @@ class UpdateCallbacks:
             for callback in list(self._callbacks):
                 if callback.after_step is not None:
                     callback.after_step(list(self._parameters))
+
+
+class UpdateRegistration:
+    """A function of ``Handle.on_update`` or an average of ``Handle.keep_average``. ``attached``: see Attached."""
+
+    def __init__(self, attached: Any, callback: UpdateCallback) -> None:
+        self._attached, self._callback = attached, callback
+        self._change(attached.callbacks.add)
+
+    def remove(self) -> None:
+        """Ends the calls, after updates that are due. Idempotent."""
+        self._change(self._attached.callbacks.remove)
+
+    def _change(self, change: Callable[[UpdateCallback], None]) -> None:
+        session = self._attached.session
+        if not session.released:
+            session.complete_due_updates()
+        change(self._callback)
+        if not session.released:
+            session.on_callbacks_changed()
 
 
 def owned_tensors(owned: Owned | None, module: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:

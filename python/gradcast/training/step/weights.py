@@ -130,7 +130,7 @@ class StepWeights:
             self.last = None
             if self._error is None and weights[0] != _LEFT_OUT:
                 self.last = weights
-                mean = _mean(weights)
+                mean = exact_mean(weights)
                 if self._reference is not None:
                     self._factor = self._reference / mean
                 self._reference = mean
@@ -195,6 +195,6 @@ def _number(weight: Any) -> float:
     return float(weight) if is_number and not abs(weight) > _MAX else _NO_NUMBER
 
 
-def _mean(weights: Sequence[float]) -> float:
+def exact_mean(weights: Sequence[float]) -> float:
     """Exactly the weight of all ranks, if they have the same."""
     return weights[0] if len(set(weights)) == 1 else math.fsum(weights) / len(weights)
