@@ -260,10 +260,19 @@ void GradientTable::remove() {
   on_gradient_ = on_placed_ = timed_ = py::none();
 }
 
-void GradientTable::begin_step(py::object timed) {
+SharedState GradientTable::begin_step(py::object timed) {
   sent_count_ = 0;
   is_timed_ = !timed.is_none();
   timed_ = std::move(timed);
+  return enter(states_, Phase::kIdle, {Phase::kIdle, Phase::kArrived});
+}
+
+States GradientTable::idle() const {
+  return those(states_, [](const SharedState& state) { return state->phase == Phase::kIdle; });
+}
+
+States GradientTable::frozen_for(int64_t steps) const {
+  return those(states_, [steps](const SharedState& state) { return state->frozen_steps >= steps; });
 }
 
 py::list GradientTable::arm(int64_t task, const std::vector<int64_t>& special, double scale) {

@@ -75,8 +75,11 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   void release();
 
   // Nothing has been sent in the step that begins. `timed(index)`, if it is not None, is called for each of its gradients
-  // before that is sent.
-  void begin_step(pybind11::object timed);
+  // before that is sent. Returns a parameter whose gradient has not arrived, or whose update is due, if there is one.
+  SharedState begin_step(pybind11::object timed);
+  // Parameters that no gradient of this step has been sent of, and those frozen in so many steps in a row.
+  States idle() const;
+  States frozen_for(int64_t steps) const;
   // Gradients of all parameters but the `special` ones are ordinary in the outermost backward pass `task`, once each.
   // Returns the views of ordinary gradients that do not exist yet.
   pybind11::list arm(int64_t task, const std::vector<int64_t>& special, double scale) GC_EXCLUDES(mutex_);

@@ -149,7 +149,10 @@ void bind_gradient_table(py::module_& module) {
       .def("remove", &GradientTable::remove, "Removes the hooks.")
       .def("release", &GradientTable::release, "Lets go of all parameters and gradients.")
       .def("begin_step", &GradientTable::begin_step, py::arg("timed"),
-           "`timed(index)`, if it is not None, is called for each gradient of the step before that is sent.")
+           "`timed(index)`, if it is not None, is called for each gradient of the step before that is sent. A "
+           "parameter of the step before that is not finished, or None.")
+      .def("idle", &GradientTable::idle, "Parameters that no gradient of this step has been sent of.")
+      .def("frozen_for", &GradientTable::frozen_for, py::arg("steps"), "Parameters frozen in so many steps in a row.")
       .def(
           "arm", &GradientTable::arm, py::arg("task"), py::arg("special"), py::arg("scale"),
           "Gradients of all parameters but the special ones, made by this backward pass, are multiplied by `scale` and "

@@ -12,13 +12,6 @@ namespace gradcast {
 
 namespace {
 
-template <typename Predicate>
-States those(const States& states, Predicate predicate) {
-  States found;
-  std::copy_if(states.begin(), states.end(), std::back_inserter(found), predicate);
-  return found;
-}
-
 template <typename Field>
 py::list list_of(const States& states, Field field) {
   py::list found(states.size());
@@ -91,8 +84,11 @@ py::list tensors_of(const States& states, bool gradients) {
   return found;
 }
 
-States in_phase(const States& states, Phase phase) {
-  return those(states, [phase](const SharedState& state) { return state->phase == phase; });
+py::list arrive(const States& states) {
+  const States sent = those(states, [](const SharedState& state) { return state->phase == Phase::kSent; });
+  for (const SharedState& state : sent)
+    state->phase = Phase::kArrived;
+  return tensors_of(sent, true);
 }
 
 States with_update(const States& states) {
@@ -147,7 +143,8 @@ void bind_parameter_states(py::module_& module) {
   module.def("updates_of", &updates_of, py::arg("states"), "The update_grad of each.");
   module.def("tensors_of", &tensors_of, py::arg("states"), py::arg("gradients"),
              "What may be pending for these states, perhaps without visible gradients. With Nones.");
-  module.def("in_phase", &in_phase, py::arg("states"), py::arg("phase"));
+  module.def("arrive", &arrive, py::arg("states"),
+             "Those that have been sent have arrived. What is no longer pending, with Nones.");
   module.def("with_update", &with_update, py::arg("states"), "Those with an update_grad.");
   module.def("unusual", &unusual, py::arg("states"), "Those that this rank has not used, or of which a copy is due.");
   module.def("hold_visible", &hold_visible, py::arg("states"),

@@ -6,8 +6,10 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -65,6 +67,13 @@ struct ParameterState {
 using SharedState = std::shared_ptr<ParameterState>;
 using States = std::vector<SharedState>;
 
+template <typename Predicate>
+States those(const States& states, Predicate predicate) {
+  States found;
+  std::copy_if(states.begin(), states.end(), std::back_inserter(found), predicate);
+  return found;
+}
+
 // Changes the phase of each state, if it is one of `before`. Returns the first of which it is none, and leaves that and
 // all behind it as they are; otherwise null.
 SharedState enter(const States& states, Phase phase, const std::vector<Phase>& before);
@@ -76,9 +85,12 @@ pybind11::list parameters_of(const States& states);
 pybind11::list updates_of(const States& states);
 pybind11::list tensors_of(const States& states, bool gradients);
 
-// Those in this phase, those that update_grad updates, and those that are unlike most when they have arrived: unused on
-// this rank, or with a copy due.
-States in_phase(const States& states, Phase phase);
+// Those that have been sent have arrived. Returns what is no longer pending, with Nones: while an update is due,
+// everything stays so.
+pybind11::list arrive(const States& states);
+
+// Those that update_grad updates, and those that are unlike most when they have arrived: unused on this rank, or with a
+// copy due.
 States with_update(const States& states);
 States unusual(const States& states);
 

@@ -27,8 +27,12 @@ OWNER = Owner()
 
 
 @pytest.fixture
-def state():
-    table = extension.load().GradientTable(["weight"], [torch.nn.Parameter(torch.ones(2))])
+def table():
+    return extension.load().GradientTable(["weight"], [torch.nn.Parameter(torch.ones(2))])
+
+
+@pytest.fixture
+def state(table):
     (state,) = table.states
     state.visible_grad = state.update_grad = torch.ones(2)
     yield state
@@ -55,22 +59,25 @@ def pending_parts(state):
     return pending.is_pending(state.parameter), pending.is_pending(state.visible_grad)
 
 
-def call(state, transition):
-    owner = () if transition in ("begin_step", "start_update") else (OWNER,)
+def call(table, state, transition):
+    if transition == "begin_step":
+        parameter_state.begin_step(table, None)
+        return
+    owner = () if transition == "start_update" else (OWNER,)
     getattr(parameter_state, transition)([state], *owner)
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_transition_checks_where_it_comes_from(state, phase, transition):
+def test_a_transition_checks_where_it_comes_from(table, state, phase, transition):
     bring_to(state, phase)
     assert state.phase == phase
     if transition in ALLOWED[phase]:
-        call(state, transition)
+        call(table, state, transition)
         return
     before = pending_parts(state)
     with pytest.raises(gradcast.Error, match=f"weight is {phase.name}") as refused:
-        call(state, transition)
+        call(table, state, transition)
     assert refused.value.code == "internal"
     assert (state.phase, pending_parts(state)) == (phase, before)
 

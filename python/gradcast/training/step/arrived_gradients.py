@@ -5,6 +5,7 @@ Thread safety: under the session's lock.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,17 +21,17 @@ _LONG_FROZEN_STEPS = 64
 
 
 class ArrivedGradients:
-    """The gradients of ``states`` that have arrived."""
+    """The gradients of ``table`` that have arrived."""
 
     def __init__(
-        self, states: list[ParameterState], buffers: GradientBuffers, weights: StepWeights, consistency: RankConsistency
+        self, table: Any, buffers: GradientBuffers, weights: StepWeights, consistency: RankConsistency
     ) -> None:
-        self._states, self._buffers, self._weights, self._consistency = states, buffers, weights, consistency
+        self._table, self._buffers, self._weights, self._consistency = table, buffers, weights, consistency
 
     @property
     def long_frozen(self) -> set[int]:
         """Ids of parameters that have been frozen on all ranks for many steps in a row."""
-        return {id(each.parameter) for each in self._states if each.frozen_steps >= _LONG_FROZEN_STEPS}
+        return {id(each.parameter) for each in self._table.frozen_for(_LONG_FROZEN_STEPS)}
 
     def settle(self, states: list[ParameterState]) -> None:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
@@ -51,7 +52,7 @@ class ArrivedGradients:
 
     def finish(self, states: Sequence[ParameterState]) -> None:
         """Makes the sums in the buffer the mean. REQUIRES: these gradients have arrived."""
-        self._weights.finish(extension.load().indices_of(states))
+        self._weights.finish(state.index for state in states)
 
     def copy_arrived(self, state: ParameterState) -> None:
         """Copies the sum into a ``.grad`` that lies apart from the buffer. REQUIRES: this gradient has arrived."""

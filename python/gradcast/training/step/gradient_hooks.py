@@ -81,7 +81,7 @@ class GradientHooks:
         self._used_unsynchronized: set[int] = set()  # parameters used by backward passes inside no_sync()
         self.open = False
         self.values_used = False
-        self.arrived = ArrivedGradients(states, exchange.buffers, weights, consistency)
+        self.arrived = ArrivedGradients(table, exchange.buffers, weights, consistency)
 
     def install(self, listener: Listener) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks."""
@@ -133,7 +133,7 @@ class GradientHooks:
                     "it after backward"
                 )
             # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
-            failed = bool(self._idle())
+            failed = bool(self.table.idle())
             if failed:
                 self.listener.on_backward_failure()
             self._send_missing(failed=failed)
@@ -234,8 +234,7 @@ class GradientHooks:
         signature = listener.signature(self.table.fingerprint(), self.passes.forward if counts else None)
         self.exchange.buffers.flag_all_used(signature if counts else None)
         self.exchange.on_flags_written()
-        parameter_state.begin_step(self.states)
-        self.table.begin_step(WeakHook(self._on_timed) if listener.times_gradients else None)
+        parameter_state.begin_step(self.table, WeakHook(self._on_timed) if listener.times_gradients else None)
         self._others_sent, self.open, self.values_used = 0, True, False
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
             self._send_tensor(self._module_buffers.index, listener, used=True)
@@ -247,17 +246,12 @@ class GradientHooks:
     def _on_timed(self, index: int) -> None:
         self.listener.on_gradient_sent(index, used=self.states[index].locally_unused is None)
 
-    def _idle(self) -> list[ParameterState]:
-        """Parameters that no gradient of this step has been sent of."""
-        native = extension.load()
-        return native.in_phase(self.states, native.Phase.IDLE)
-
     def _clear_unsent(self) -> None:
         """Views of gradients that backward has not made, or not yet, are nobody's, and need not be pending."""
         self.table.disarm()
         views = self.exchange.buffers.views
         if views:  # gradcast may have left the module
-            pending.clear([views[state.index] for state in self._idle()])
+            pending.clear([views[state.index] for state in self.table.idle()])
 
     def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
@@ -306,7 +300,7 @@ class GradientHooks:
     def _send_missing(self, *, failed: bool = False) -> None:
         """Sends a substitute for each gradient that backward has not made. ``failed``: the pass has failed."""
         self._clear_unsent()
-        for state in self._idle():
+        for state in self.table.idle():
             if failed or state.index not in self._used_unsynchronized:
                 self._note_unused(state, failed)
             if state.parameter.grad is None and state.index in self.exchange.buffers.apart:

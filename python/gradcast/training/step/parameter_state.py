@@ -20,7 +20,7 @@ Thread safety: autograd's threads while backward runs, otherwise under the sessi
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,17 +75,14 @@ class ParameterState(Protocol):
     owned: tuple[torch.Tensor, ...]
 
 
-def begin_step(states: list[ParameterState]) -> None:
-    phase = extension.load().Phase
-    _enter(phase.IDLE, states, phase.IDLE, phase.ARRIVED)
+def begin_step(table: Any, timed: Callable[[int], None] | None) -> None:
+    """``timed``: called with the index of each gradient before it is sent."""
+    _check(table.begin_step(timed))
 
 
 def arrive(states: list[ParameterState]) -> None:
     """The gradients have arrived and are in place. While an update is due, everything stays pending for that."""
-    native = extension.load()
-    sent = native.in_phase(states, native.Phase.SENT)
-    _clear(sent)
-    _enter(native.Phase.ARRIVED, sent, native.Phase.SENT)
+    pending.clear(extension.load().arrive(states))
 
 
 def defer_update(states: list[ParameterState], owner: pending.Owner) -> None:
@@ -128,7 +125,10 @@ def release(states: list[ParameterState]) -> None:
 
 
 def _enter(phase: Any, states: list[ParameterState], *before: Any) -> None:
-    wrong = extension.load().enter(states, phase, before)
+    _check(extension.load().enter(states, phase, before))
+
+
+def _check(wrong: ParameterState | None) -> None:
     if wrong is not None:
         raise Error(f"{wrong.name} is {wrong.phase.name} where that cannot be: a defect of gradcast", "internal")
 
