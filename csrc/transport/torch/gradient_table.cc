@@ -362,13 +362,10 @@ bool GradientTable::place(size_t index, const Armed& armed, bool is_apart) {
     const at::NoGradGuard no_grad;
     // A program's TorchDispatchMode, torch's stream checker for one, may look at the memory of the view.
     const WithoutTorchFunction without_torch_function;
-    const at::Tensor scale = at::native::wrapped_scalar_tensor(armed.scale);
     if (armed.scale == 0) {
       view.zero_();  // a batch of nothing has NaNs
-    } else if (gradient.is_same(view)) {
-      view.mul_(scale);
     } else if (!multiply_few(gradient, armed.scale, view)) {
-      at::mul_out(view, gradient, scale);
+      at::mul_out(view, gradient, at::native::wrapped_scalar_tensor(armed.scale));
     }
     if (!is_apart) gradient = view;
     if (norm_type_) norm = at::linalg_vector_norm(view, *norm_type_);

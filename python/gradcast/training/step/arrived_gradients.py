@@ -21,7 +21,10 @@ _LONG_FROZEN_STEPS = 64
 
 
 class ArrivedGradients:
-    """The gradients of ``table`` that have arrived."""
+    """The gradients of ``table`` that have arrived. ``any_unusual``: this rank has not used a parameter in this step, or
+    a ``.grad`` lies apart from the buffer."""
+
+    any_unusual = False
 
     def __init__(
         self, table: Any, buffers: GradientBuffers, weights: StepWeights, consistency: RankConsistency
@@ -38,7 +41,7 @@ class ArrivedGradients:
         gradients have arrived."""
         self._consistency.on_arrival(states[0].index)
         self.finish(states)
-        unusual = extension.load().unusual(states)
+        unusual = extension.load().unusual(states) if self.any_unusual else []
         unused = [state for state in unusual if state.locally_unused is not None]
         for state, usage in zip(unused, self._buffers.usage([state.index for state in unused]), strict=True):
             locally_unused, state.locally_unused = state.locally_unused, None

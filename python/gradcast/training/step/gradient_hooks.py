@@ -235,7 +235,7 @@ class GradientHooks:
         self.exchange.buffers.flag_all_used(signature if counts else None)
         self.exchange.on_flags_written()
         parameter_state.begin_step(self.table, WeakHook(self._on_timed) if listener.times_gradients else None)
-        self._others_sent, self.open, self.values_used = 0, True, False
+        self._others_sent, self.open, self.values_used, self.arrived.any_unusual = 0, True, False, False
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
             self._send_tensor(self._module_buffers.index, listener, used=True)
 
@@ -288,6 +288,7 @@ class GradientHooks:
             self.exchange.views_changed()
             view = self.exchange.buffers.views[index]
         is_apart = index in self.exchange.buffers.apart
+        self.arrived.any_unusual |= is_apart or state.locally_unused is not None
         pending.mark([gradient if is_apart else view], self.listener)
         if not self.table.place(index, self.weights.scale, is_apart):
             self.exchange.ready(index)  # raises what has failed
