@@ -4,8 +4,10 @@ The table below is the rule. A new folder under csrc needs a line in it.
 """
 
 import ast
+import graphlib
 import re
 import runpy
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -254,7 +256,25 @@ def test_every_test_file_is_named_as_one():
             assert path.endswith("_test.cc"), path
 
 
-# --- Python: imports inside training and diagnosis go down only, and nobody outside imports a step's parts. ---
+# --- Python: no circles, who uses which package, and imports inside training and diagnosis go down only. ---
+
+# What is used by all that trains: groups of ranks and their hosts, torch's hooks and wrappers, the native part.
+RANKS = "training.ranks.group training.ranks.group_pool training.ranks.hosts training.compat"
+# Beside its own and the modules that lie directly in gradcast, a package uses these: packages, modules or single names.
+USES = {
+    "comparison": "",
+    "scaling": "comparison",
+    "training": "comparison scaling",
+    "training.handle": "comparison scaling snapshots",  # handle.snapshots()
+    "snapshots": f"training.state {RANKS}",
+    "diagnosis": f"comparison scaling training.observe training.Handle training.Options {RANKS}",
+    "frameworks": f"snapshots training.state training.Handle training.Options training.attach.attach_inside "
+    f"training.attach.attach_to_quorum training.attached_modules.detach_left training.sessions.quorum.Plans {RANKS}",
+    "lab": "comparison training.observe",
+    "plots": "comparison scaling lab",
+    "cli": f"comparison scaling diagnosis plots lab {RANKS}",
+}
+BINARY = {"gradcast._core", "gradcast._c10d"}  # they import nothing of ours
 
 TRAINING, DIAGNOSIS = "gradcast.training", "gradcast.diagnosis"
 # Folders from the top ("") down. A module may import from its own folder and from those after it.
@@ -289,6 +309,85 @@ def imports() -> dict[str, set[str]]:
     }
 
 
+def module_of(name: str, modules: Collection[str]) -> str:
+    """The module that an import of this name runs; "" for another library's."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the one before it; empty if there are none."""
+    known = {*imports, *BINARY}
+    graph = {module: {module_of(name, known) for name in names} - {module, ""} for module, names in imports.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def is_in(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"gradcast.{package}.")
+
+
+def forbidden_uses(module: str, names: set[str]) -> list[str]:
+    """The imports of packages of ours that USES does not allow to a module."""
+    row = max((each for each in USES if is_in(module, each)), key=len, default="")
+    allowed = [*row.split(".")[:1], *USES.get(row, "").split()]
+    return [
+        f"{module} imports {name}"
+        for name in sorted(names)
+        if any(is_in(name, each) for each in USES) and not any(is_in(name, each) for each in allowed)
+    ]
+
+
+def test_no_module_imports_itself_by_way_of_others(imports):
+    """Also inside of functions, and for annotations only."""
+    assert not circle(imports)
+
+
+def test_packages_use_only_what_is_meant_for_them(imports):
+    assert {each.split(".")[0] for each in USES} == {each.split(".")[1] for each in imports if each.count(".") > 1}
+    shows = ("gradcast", "gradcast.__main__")  # names of all packages, and the command line
+    assert not [
+        each for module, names in imports.items() if module not in shows for each in forbidden_uses(module, names)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from gradcast.y import g",
+        "def f():\n    from gradcast import y",
+        "if TYPE_CHECKING:\n    import gradcast.y",
+    ],
+)
+def test_a_circle_is_found(text):
+    others = {"gradcast": {"gradcast.x"}, "gradcast.y": {"gradcast.x"}, "gradcast.y.z": {"gradcast.x"}}
+    assert circle(others | {"gradcast.x": {"gradcast._core.Plan", "torch.nn", "gradcast.x"}}) == []
+    assert set(circle(others | {"gradcast.x": imported_modules(text)})) == {"gradcast.x", "gradcast.y"}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("snapshots.x", "training.sessions.session.Session"),
+        ("snapshots.x", "training.handle.Handle"),
+        ("diagnosis.probe.x", "training.attach.attach_inside"),
+        ("diagnosis.probe.x", "training.state"),
+        ("lab.x", "training.measure.compute_cost"),
+        ("frameworks.x", "training.acceptance.accept"),
+        ("training.sessions.x", "snapshots.start"),
+        ("comparison.x", "training.observe"),
+        ("alarms", "training.observe"),
+        ("cli.x", "training.observe"),
+    ],
+)
+def test_the_rule_for_packages_has_teeth(module, name):
+    assert forbidden_uses(f"gradcast.{module}", {f"gradcast.{name}"})
+
+
 def rank(package: str, module: str) -> int:
     """The place, in the package's order of layers, of the folder that the module lies in."""
     first = module.removeprefix(package + ".").split(".")[0]
@@ -312,11 +411,6 @@ def test_imports_go_down_only(imports, package):
     assert not [fault for module in modules for fault in upward_imports(package, module, imports[module])]
     leaf = imports[f"{package}.{LEAVES[package]}"]
     assert not [name for name in leaf if name.startswith(package)]
-
-
-def test_only_training_knows_the_parts_of_a_step(imports):
-    others = {module: names for module, names in imports.items() if not module.startswith(TRAINING)}
-    assert not [(module, name) for module, names in others.items() for name in names if f"{TRAINING}.step" in name]
 
 
 def test_analysis_and_reports_do_not_import_torch(imports):
@@ -343,3 +437,46 @@ def test_analysis_and_reports_do_not_import_torch(imports):
 def test_the_rule_for_python_has_teeth(module, text, is_allowed):
     package = TRAINING if module.startswith("training") else DIAGNOSIS
     assert (not upward_imports(package, f"gradcast.{module}", imported_modules(text))) == is_allowed
+
+
+# --- Tests use what the product shows: each private name that they know is one that cannot be changed freely. ---
+
+PRIVATE_USES_MAX = 40
+# Private names of other libraries that gradcast happens to use as well.
+NOT_OURS = {"_actions", "_replace", "_timeout"}
+
+
+def private_names(text: str) -> set[str]:
+    """Those that a module of ours gives to attributes, functions and classes."""
+    nodes = list(ast.walk(ast.parse(text)))
+    stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    stored |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {name for name in stored - NOT_OURS if name.startswith("_") and not name.endswith("__")}
+
+
+def private_uses(text: str, names: Collection[str]) -> Iterator[ast.Attribute]:
+    """Where the text asks something else than ``self``, ``cls`` and torch for one of the names."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Attribute) or node.attr not in names:
+            continue
+        whole = ast.unparse(node.value)
+        if whole not in ("self", "cls") and not re.match(r"(torch|os|sys)\b", whole):
+            yield node
+
+
+def test_tests_use_few_private_names():
+    names = set().union(*(private_names(path.read_text()) for path in files_in("python/gradcast", ".py")))
+    assert "_session" in names
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for path in files_in("tests", ".py")
+        for node in private_uses(path.read_text(), names)
+    ]
+    assert len(found) <= PRIVATE_USES_MAX, "\n".join(found)
+    assert not [each for each in found if each.endswith("._session")]
+
+
+def test_private_uses_are_found():
+    text = "self._a; cls._a; torch.nn._a; handle._b; handle._a; self.x._a.y; torch_like._a"
+    assert {ast.unparse(node) for node in private_uses(text, {"_a"})} == {"handle._a", "self.x._a", "torch_like._a"}

@@ -216,14 +216,9 @@ class Handle:
         return self._training.follow(callback)
 
     def on_step(self, function: Callable[[Step], Any]) -> UpdateRegistration:
-        """Calls ``function(step)`` once for each step of this rank, with what it did: a frozen record with ``number``,
-        ``plan``, ``update_calls``, and in nanoseconds ``start_ns``, ``step_ns``, ``backward_ns``, ``update_ns``,
-        ``wait_ns`` and ``link_ns``. A step ends where the next backward pass begins, so it comes where the ``step()``
-        after that returns; an exception of the function is raised there. Where no plan is followed (local steps, one
-        worker, GRADCAST_DISABLE) a step ends with ``step()``, and its length alone is known. Not collective.
-
-        Raises Error(invalid_use) if ``function`` cannot be called.
-        """
+        """Calls ``function(step)`` once for each step of this rank, with a ``gradcast.training.observe.Step``. A step
+        ends where the next backward pass begins, so it comes where the ``step()`` after that returns; an exception of
+        the function is raised there. Not collective. Raises Error(invalid_use) if ``function`` cannot be called."""
         self._require_module()
         if not callable(function):
             raise refused(f"on_step() got {function!r}; a function of a step is expected")

@@ -39,10 +39,11 @@ def steps_of(session: TrainingSession, records: Sequence[StepRecord]) -> list[St
 
 
 def _step(record: StepRecord, blocks: Sequence[_core.BlockRecord]) -> Step:
-    step_ns, wait_ns = record.end_ns - record.start_ns, record.total_ns("wait")
+    start_ns, wait_ns = int(record.start_ns), record.total_ns("wait")
+    step_ns = record.end_ns - start_ns
     compute = compute_of(record, step_ns - wait_ns)
     link_ns = sum(busy_periods_ns((each.due_ns, each.finish_ns) for each in blocks))
-    return Step(record.step, record.start_ns, step_ns, record.plan, *compute, wait_ns, link_ns, record.update_calls)
+    return Step(record.step, start_ns, step_ns, record.plan, *compute, wait_ns, link_ns, record.update_calls)
 
 
 class StepStream:
