@@ -53,7 +53,7 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
         one_block = {"policy": "ddp", "policy_parameters": {"first_bytes": 1 << 20}}
         handle = attach(module, sgd, mode, adapt=True, **one_block)
     controller, exchange = handle._session.controller, handle._session.exchange
-    controller._sees_compute, controller._clock = False, clock
+    controller.meter.sees_compute, controller.meter._clock = False, clock
     exchange.wait = clock.taking(WAIT_NS, exchange.wait)
     exchange.wait_all = clock.taking(WAIT_NS, exchange.wait_all)
     for _ in range(STEPS):

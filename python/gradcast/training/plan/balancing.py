@@ -14,6 +14,7 @@ from typing import Any
 
 from gradcast import _core, shares
 from gradcast.errors import refused
+from gradcast.training.plan.step_meter import Iteration
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -86,7 +87,6 @@ class Balancing:
 
     def __init__(self, schedule: ShareSchedule, group: Group) -> None:
         self._schedule, self._group = schedule, group
-        self._weights: collections.deque[tuple[float, ...]] = collections.deque()  # of the last iterations
         self._steps: collections.deque[shares.Step] = collections.deque(maxlen=schedule.every)
         self._ignored = 0  # of the next iterations
         self._before: tuple[int, ...] | None = None  # those that a change has replaced which no step has shown yet
@@ -110,21 +110,20 @@ class Balancing:
         """What was measured is of other parameters. Reports come ``lag`` iterations late, those of ranks that take
         turns by up to ``turns`` - 1 more."""
         self._exchange, self._turns = exchange, turns
-        self._weights = collections.deque(maxlen=lag)
+        self._delay = lag + turns - 2
         self._forget()
+        self._ignored = lag
 
     def begin_iteration(
-        self, weights: Sequence[float] | None, reports: Sequence[StepReport] | None
+        self, last: Iteration | None, reported: Iteration | None, reports: Sequence[StepReport] | None
     ) -> shares.Change | None:
-        """Call this where an iteration begins, with nothing in flight. ``weights``: of the last iteration, None if it
-        had none. ``reports``: None if they are not known, or not to be used. Returns a change that the last iteration
-        was the first to show. Collective in an iteration that decides on a change."""
-        lag = self._weights.maxlen
-        self._weights.append(() if weights is None else tuple(weights))
+        """Call this where an iteration begins, with nothing in flight. ``last``: the one before. ``reported``: the one
+        that the reports are of. ``reports``: None if they are not known, or not to be used. Returns a change that the
+        last iteration was the first to show. Collective in an iteration that decides on a change."""
         if self._before is not None:
-            return self._shown(lag + self._turns - 2)
+            return self._shown(last.weights)
         self._ignored = max(0, self._ignored - 1)
-        seen = self._weights[0] if len(self._weights) == lag else ()
+        seen = reported.weights if reported is not None else ()
         if reports is None or self._ignored or not seen or min(seen) <= 0:
             return None
         busy_ns = tuple(report.facts.busy_ns for report in reports)
@@ -146,9 +145,9 @@ class Balancing:
         group.info("%s; %s", change.sentence(), what)
         self._before, self._change, self._pending = before, change, 0
 
-    def _shown(self, delay: int) -> shares.Change | None:
+    def _shown(self, last: Sequence[float]) -> shares.Change | None:
+        """``last``: weights of the last iteration."""
         self._pending += 1
-        last = self._weights[-1]
         shown = sum(last) > 0 and shares.matches(last, self._schedule.latest, self._before)
         if not shown and self._pending < _PENDING_ITERATIONS_MAX:
             return None
@@ -161,7 +160,7 @@ class Balancing:
             )
         change = self._change
         self._forget()
-        self._ignored = delay  # reports of steps before the change, when they come
+        self._ignored = self._delay  # reports of steps before the change, when they come
         return change
 
     def _forget(self) -> None:

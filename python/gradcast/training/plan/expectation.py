@@ -100,12 +100,14 @@ def expect(
     waiting_share: float = 0.0,
     *,
     read_first: Collection[str] = (),
+    reason: str | None = None,
 ) -> Expectation:
     """The expected gain of ``plan`` over ``baseline``.
 
     ``baseline_profile``: with the compute times under the baseline, which uses the network at other times.
     ``variation``: of the steps that the profiles were made from. ``waiting_share``: see typical_step, of the plan's.
-    ``read_first``: tensors that are needed before forward begins because it reads them unseen.
+    ``read_first``: tensors that are needed before forward begins because it reads them unseen. ``reason``: see
+    Expectation; None for what is found here.
     """
     pairs = [
         (
@@ -117,8 +119,7 @@ def expect(
     gains = [of_baseline.step_ns / of_plan.step_ns for of_plan, of_baseline in pairs]
     of_plan, of_baseline = pairs[0]
     limit = of_baseline.step_ns / of_plan.bound_ns
-    reason = None
-    if read_first and limit < _WORTHWHILE:
+    if reason is None and read_first and limit < _WORTHWHILE:
         free = step_profiles(_needed_last(profile, read_first), variation.compute)
         if of_baseline.step_ns / _median_bound_ns(free, plan, profile.link) >= _WORTHWHILE:
             what = "1 parameter" if len(read_first) == 1 else f"{len(read_first)} parameters"

@@ -5,7 +5,6 @@ planned again, so an alarm lasts until its cause is gone. Where a link is slow, 
 connections have carried since then, which names its hosts.
 """
 
-import collections
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from gradcast.slow_link import Flow, slow_hosts
 from gradcast.training.measure import tcp_counters
 from gradcast.training.plan import calibration
 from gradcast.training.plan.agreement import AgreedPlan
+from gradcast.training.plan.step_meter import Iteration
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.hosts import own_host
 from gradcast.training.ranks.step_reports import StepReport
@@ -51,7 +51,6 @@ class StepAlarms:
         self._on_device = on_device
         self.alarms = Alarms(group.world_size)
         self.observed: Observation | None = None
-        self._iterations: collections.deque[_Expected | None] = collections.deque(maxlen=lag)
         self._keeps = False  # what was expected, under the next plan
         self._reference: _core.Profile | None = None
         self._factor = 1.0  # what is expected of a step over what `play` says of the reference
@@ -81,16 +80,16 @@ class StepAlarms:
             bits = 8 * sum(block.size_bytes for block in plan.blocks)
             self.alarms.link_bits = bits * leaving_share(hosts, self._exchange.form, self._exchange.wire)
 
-    def iteration_began(self, waiting_stage: str | None) -> None:
-        """``waiting_stage``: None if the iteration does not follow the plan in force."""
-        expected = None if waiting_stage is None else _Expected(waiting_stage, *self._expected_ms)
-        self._iterations.append(expected)
+    def expected(self, waiting_stage: str) -> _Expected:
+        """Of an iteration that follows the plan in force."""
+        return _Expected(waiting_stage, *self._expected_ms)
 
-    def hear(self, begun: int, reports: Sequence[StepReport] | None) -> None:
-        """``begun``: how many steps had ended when the last iteration began."""
-        if len(self._iterations) < self._lag or self._iterations[0] is None or reports is None:
+    def add(self, begun: int, reported: Iteration | None, reports: Sequence[StepReport] | None) -> None:
+        """``begun``: the number of steps that had ended when the last iteration began. ``reported``: the iteration that
+        the reports are of."""
+        if reported is None or reported.expected is None or reports is None:
             return
-        self.observed = self._observation(begun + 2 - self._lag, self._iterations[0], reports)
+        self.observed = self._observation(begun + 2 - self._lag, reported.expected, reports)
         alarm = self.alarms.add(self.observed)
         if not self.alarms.is_suspect(LINK):
             self._before = None

@@ -6,15 +6,15 @@ and this is none. Its fields change with the planner and the measurements.
 
 from gradcast import _core
 from gradcast.training.measure.step_trace import StepRecord
-from gradcast.training.plan.controller import PlanController
 from gradcast.training.plan.expectation import StepVariation
+from gradcast.training.plan.loop import PlanLoop
 
 
 class SessionView:
     """A view of a session with a plan; each property is read when it is asked for. Times are in ns."""
 
-    def __init__(self, controller: PlanController) -> None:
-        self._controller, self._exchange, self._trace = controller, controller.exchange, controller.trace
+    def __init__(self, controller: PlanLoop) -> None:
+        self._controller, self._exchange, self._trace = controller, controller.exchange, controller.meter.trace
 
     @property
     def profile(self) -> _core.Profile | None:
@@ -33,8 +33,8 @@ class SessionView:
 
     @property
     def variation(self) -> StepVariation:
-        """How much the steps that the plan was made from differ. Known on rank 0 only."""
-        return self._controller.proposer.variation
+        """The differences between the steps that the plan was made from."""
+        return self._controller.agreed.variation
 
     @property
     def open_record(self) -> StepRecord | None:
