@@ -251,7 +251,7 @@ POINTS = [
     (balances, gradcast.BalancedBatchSampler, "_check", None),
     (balances, attachment, "Balancing", None),
     (averages, local_session, "make_schedule", None),
-    (averages, local_session, "Travel", None),
+    (averages, local_session, "FragmentExchange", None),
     (averages, local_session.Rounds, "fingerprint", None),
 ]
 

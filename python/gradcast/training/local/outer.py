@@ -50,7 +50,7 @@ class OuterOptimizer:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a saved state: an older one has None for the defaults of Nesterov momentum."""
+    """Returns the settings of a saved state: an older one has None for the defaults of Nesterov momentum."""
     if settings.get("outer") == "average":
         return dict(settings)
     defaults = {"outer": "nesterov", "outer_lr": LR, "outer_momentum": MOMENTUM}

@@ -26,11 +26,11 @@ _PACK_PROBES = 5
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one rank measured during the warm-up; times in ns.
+    """One rank's measurements of the warm-up; times in ns.
 
     ``ready_ns``, ``need_ns``: median by parameter. ``compute``: by warm-up step, None if it could not be measured.
-    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees. ``call_ns``: what
-    each call of an optimizer costs beside what it updates.
+    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees. ``call_ns``: cost
+    of a call of an optimizer without its updates.
     """
 
     ready_ns: list[float]
@@ -84,7 +84,7 @@ class Stopwatch:
         self._forward_end = self._resumed = self._clock.stamp()
 
     def resumed(self) -> None:
-        """What has run since forward ended was gradcast's own work."""
+        """Called after work of gradcast's own behind forward, which does not count."""
         self._resumed = self._clock.stamp()
 
     def backward_started(self) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks agree on a plan: rank 0 proposes, and every rank checks.
+"""Agreement of the ranks on a plan: rank 0 proposes, and every rank checks.
 
 Ranks that follow different plans average the wrong bytes without an error.
 """
@@ -73,7 +73,7 @@ class AgreedPlan:
         return self.expectation.baseline if self.runs_as_baseline else self.expectation.plan
 
     def is_same_as(self, other: "AgreedPlan") -> bool:
-        """Whether both follow the same blocks for the same profile; they may expect different gains."""
+        """Returns whether both have the same blocks for the same profile; they may expect different gains."""
 
         # Not ==, since the times that a plan promises may be rounded on their way to other ranks.
         def kind(agreed: AgreedPlan) -> tuple[Any, ...]:
@@ -111,7 +111,7 @@ class AgreedPlan:
 
 
 def agree(group: Group, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
-    """Takes what rank 0 proposes if it is valid on every rank. Collective.
+    """Returns rank 0's proposal if it is valid on every rank. Collective.
 
     Raises on every rank if ``propose`` fails on rank 0, or if the proposal is not valid on some rank.
     """
@@ -140,7 +140,7 @@ def agree(group: Group, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
 def checkpoint_state(
     agreed: AgreedPlan, profile: _core.Profile | None, mode: str, unseen_reads: Mapping[str, UnseenRead]
 ) -> dict[str, Any]:
-    """What a checkpoint holds of the plan: strings and numbers. Before the first profile there is nothing to keep.
+    """Returns the part of a checkpoint about the plan: strings and numbers. Before the first profile it is empty.
 
     ``unseen_reads``: by name of a parameter.
     """
@@ -163,8 +163,8 @@ def checkpoint_state(
 def reason_to_measure(
     state: dict[str, Any], sizes: GradientSizes, mode: str, here: MeasuredExchange, *, adapt: bool
 ) -> str | None:
-    """Why neither the plan of a checkpoint can be followed here, nor one made from its profile for the workers of
-    ``here``; None if one of these can. ``adapt``: the plan may be corrected later.
+    """Returns the reason why neither the plan of a checkpoint can be followed here, nor one made from its profile for
+    the workers of ``here``; None if one of these can. ``adapt``: the plan may be corrected later.
 
     Raises Error if ``state`` is not what ``checkpoint_state`` returned.
     """
@@ -197,7 +197,7 @@ def reason_to_measure(
 
 
 def unseen_reads(state: dict[str, Any]) -> dict[str, UnseenRead]:
-    """By name of a parameter, what ``checkpoint_state`` was given. Early states name no modules."""
+    """Returns the ``unseen_reads`` that ``checkpoint_state`` was given. Early states name no modules."""
     modules = {**state.get("unseen_modules", {})}
     without = UnseenRead("", "the checkpoint names no module")
     return {name: UnseenRead(modules[name]) if name in modules else without for name in state["unseen_reads"]}

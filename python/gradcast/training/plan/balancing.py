@@ -1,7 +1,7 @@
 """Moves samples from slow ranks to fast ones: when, and from which batch on.
 
-All ranks hear the same step reports and weights, so they decide the same at the start of the same iteration. Then they
-tell one another how far each one's loader has drawn batches, and the new shares hold behind the farthest.
+All ranks get the same step reports and weights, so they decide the same at the start of the same iteration. Then they
+exchange how far each loader has drawn batches, and the new shares hold behind the farthest.
 
 Thread safety: ``ShareSchedule`` any thread; ``Balancing`` the training thread.
 """
@@ -28,7 +28,7 @@ Place = tuple[int, int]
 
 
 class ShareSchedule:
-    """Which shares hold for which batch. ``batch``: samples of all ranks together.
+    """The shares that hold for each batch. ``batch``: samples of all ranks together.
 
     ``warn_uneven``: is called before shares become uneven for the first time.
     """
@@ -65,7 +65,7 @@ class ShareSchedule:
 
 @dataclass(frozen=True)
 class SamplerCall:
-    """How a rank makes its sampler. ``settings``: by name, what all ranks give alike."""
+    """A rank's call that makes its sampler. ``settings``: by name, those that must be equal on all ranks."""
 
     schedule: "ShareSchedule"
     settings: dict[str, Any]
@@ -93,11 +93,11 @@ class Balancing:
         self._change: shares.Change | None = None
         self._pending = 0  # iterations since that change
         self._deferred = 0  # iterations for which a change of the monitor's has waited
-        self._told = False
+        self._warned = False
 
     def defers(self, change: _core.Change) -> bool:
-        """Whether this change, which the monitor has found, waits for other shares: they are agreed on, or some ranks
-        compute for other times and are not measured long enough."""
+        """Returns whether this change, found by the monitor, waits for other shares: these are agreed on, or a rank has
+        not been measured long enough."""
         if self._before is not None:
             return True
         if change.cause != "compute" or change.rank < 0 or self._deferred >= self._schedule.every:
@@ -107,8 +107,8 @@ class Balancing:
         return True
 
     def begin_session(self, exchange: GradientExchange, lag: int, turns: int) -> None:
-        """What was measured is of other parameters. Reports come ``lag`` iterations late, those of ranks that take
-        turns by up to ``turns`` - 1 more."""
+        """Forgets measurements of other parameters. Reports come ``lag`` iterations late, and up to ``turns`` - 1 more
+        if ranks take turns."""
         self._exchange, self._turns = exchange, turns
         self._delay = lag + turns - 2
         self._forget()
@@ -151,8 +151,8 @@ class Balancing:
         shown = sum(last) > 0 and shares.matches(last, self._schedule.latest, self._before)
         if not shown and self._pending < _PENDING_ITERATIONS_MAX:
             return None
-        if not shown and not self._told:
-            self._told = True
+        if not shown and not self._warned:
+            self._warned = True
             self._group.warning(
                 "the shares of the ranks have changed %d steps ago, and their weights do not show it; the first tensor "
                 "that the module is given must have a row for each sample, otherwise use handle.weight(samples)",
@@ -170,7 +170,7 @@ class Balancing:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """As "73, 73, 73, 37"; of many, the extremes."""
+    """Returns "73, 73, 73, 37", or the extremes of many numbers."""
     if len(numbers) <= 8:
         return ", ".join(map(str, numbers))
     return f"{min(numbers)} to {max(numbers)}"

@@ -1,8 +1,8 @@
-"""Alarms of a training: what the step reports say, against what the plan in force promised.
+"""Alarms of a training: the step reports against the prediction of the plan in force.
 
-All ranks hear the same reports and decide the same. What is expected stays when a training that has become slower is
-planned again, so an alarm lasts until its cause is gone. Where a link is slow, ranks tell one another what their
-connections have carried since then, which names its hosts.
+All ranks get the same reports and decide the same. The expectation stays when a training that has become slower is
+planned again, so an alarm lasts until its cause is gone. If a link is slow, ranks exchange the traffic of their
+connections since then, which names the hosts of the link.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _log = logging.getLogger("gradcast")
 
 @dataclasses.dataclass(frozen=True)
 class _Expected:
-    """What an iteration should take; None if it is not predicted. ``waiting_stage``: see stage_exposure.py."""
+    """Expected times of an iteration; None if not predicted. ``waiting_stage``: see stage_exposure.py."""
 
     waiting_stage: str
     step_ms: float | None
@@ -45,8 +45,8 @@ class StepAlarms:
         *,
         on_device: bool,
     ) -> None:
-        """``lag``: reports are of so many iterations ago. ``on_device``: hosts run ahead, so how long ranks compute is
-        not known, and gradients need not travel over TCP."""
+        """``lag``: age of the reports in iterations. ``on_device``: hosts run ahead, so the compute of ranks is not
+        known, and gradients may be sent by other means than TCP."""
         self._group, self._lag, self._exchange, self._on_alarm = group, lag, exchange, on_alarm
         self._on_device = on_device
         self.alarms = Alarms(group.world_size)
@@ -81,7 +81,7 @@ class StepAlarms:
             self.alarms.link_bits = bits * leaving_share(hosts, self._exchange.form, self._exchange.wire)
 
     def expected(self, waiting_stage: str) -> _Expected:
-        """Of an iteration that follows the plan in force."""
+        """Returns the expectation of an iteration that follows the plan in force."""
         return _Expected(waiting_stage, *self._expected_ms)
 
     def add(self, begun: int, reported: Iteration | None, reports: Sequence[StepReport] | None) -> None:
@@ -98,8 +98,8 @@ class StepAlarms:
         self._raise(alarm)
 
     def change_found(self, change: _core.Change) -> None:
-        """The monitor has found it, and a plan for it follows. Where most ranks compute longer, with larger batches for
-        one, that is what is expected from then on."""
+        """Called when the monitor has found a change, before the ranks measure again. If most ranks compute longer, for
+        example with larger batches, that is expected from then on."""
         is_worse = change.after_ns > change.before_ns
         self._keeps = is_worse and not (change.cause == "compute" and change.rank < 0)
         if is_worse and self.observed is not None:

@@ -18,8 +18,8 @@ from gradcast.training.step.gradient_exchange import GradientExchange
 
 @dataclasses.dataclass
 class Iteration:
-    """What an iteration followed. ``phase``: of the plan loop. ``expected``: by the alarms, None if nothing is
-    predicted. ``weights``: of the ranks, empty if it had none or has not ended."""
+    """An iteration whose reports come later. ``phase``: of the plan loop. ``expected``: by the alarms, None if nothing
+    is predicted. ``weights``: of the ranks, empty if it had none or has not ended."""
 
     phase: Any
     on_baseline: bool

@@ -75,8 +75,8 @@ class Warmup(pending.Owner):
         return AgreedPlan(self._profile, self._plans[0])
 
     def watch_reads(self, on_read: Callable[[int], None], *, early: bool = False) -> None:
-        """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then with
-        the number of parameters. ``early``: between ``step()`` and forward."""
+        """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` with the
+        number of parameters read. ``early``: between ``step()`` and forward."""
         if not early:
             self.stopwatch.watching()
             if self._options.unseen_reads == "by_module":
@@ -113,7 +113,7 @@ class Warmup(pending.Owner):
 
     @property
     def update_parts(self) -> int:
-        """In how many parts the open step updates."""
+        """The number of calls of the optimizer in the open step."""
         return _PARTS if self._steps and self._steps % 2 == 0 else 1
 
     def step_ended(self, iteration: _core.IterationRecord | None) -> AgreedPlan | None:
