@@ -409,10 +409,10 @@ def with_shares(rank, folder, steps):
     begins = gradcast.resume(folder, module, optimizer, loader=loader), sampler.position
     snapshots = handle.snapshots(folder, every=1, loader=loader)
     live, used = session_of(handle).controller, []
-    live.exposed.own_stages_ns = lambda *_: {"backward": 1e6, "loop": 1e6, "forward": 1e6}
+    live.meter.exposed.own_stages_ns = lambda *_: {"backward": 1e6, "loop": 1e6, "forward": 1e6}
     for batch, _ in zip(loader, range(steps), strict=False):
         busy_ns = 1e6 * len(batch) * (2 if rank.index == rank.size - 1 else 1)
-        live._own_facts = lambda _, ns=busy_ns: _core.RankFacts(step_ns=2e7, busy_ns=ns, link_ns=1e6)
+        live.meter._own_facts = lambda _, ns=busy_ns: _core.RankFacts(step_ns=2e7, busy_ns=ns, link_ns=1e6)
         module(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

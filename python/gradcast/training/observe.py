@@ -31,7 +31,7 @@ def last_steps(handle: Handle, count: int) -> list[Step]:
 
 def variation(handle: Handle) -> StepVariation:
     """How much the steps that the plan was made from differ. Known on rank 0 only. REQUIRES: as ``last_steps``."""
-    return handle._training.session.controller.proposer.variation
+    return handle._training.session.controller.agreed.variation
 
 
 def leave_to_ddp() -> None:

@@ -41,11 +41,12 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
 
     def prepare(handle):
         live = session_of(handle).controller
-        live.exposed.own_stages_ns = lambda *_: {"backward": 0.6 * USUAL_NS, "loop": 1e6, "forward": 0.5 * USUAL_NS}
+        stages_ns = {"backward": 0.6 * USUAL_NS, "loop": 1e6, "forward": 0.5 * USUAL_NS}
+        live.meter.exposed.own_stages_ns = lambda *_: stages_ns
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
 
         def tell(step):
-            live._own_facts = lambda _: facts_of(rank.index, step - 1, live.phase.on_baseline) if step else None
+            live.meter._own_facts = lambda _: facts_of(rank.index, step - 1, live.phase.on_baseline) if step else None
 
         return tell
 
@@ -250,7 +251,7 @@ def test_of_a_step_that_the_program_has_finished_early_nothing_is_said(rank, flu
     module = make_module()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     handle = attach(module, sgd, plan=planning(adapt=True))
-    reports, said = session_of(handle).controller.step_reports, []
+    reports, said = session_of(handle).controller.meter.reports, []
     exchange = reports.exchange
     reports.exchange = lambda facts: (said.append(facts), exchange(facts))[1]
     for step in range(8):

@@ -60,8 +60,8 @@ class Training:
         self.samples, self.step, self.sizes = data(), 0, []
         self.slowness = TIMES["fast"]
         self.live = session_of(self.handle).controller
-        self.live.exposed.own_stages_ns = lambda *_: {"backward": 1e6, "loop": 1e6, "forward": 1e6}
-        self.live._own_facts = lambda _: self.facts()
+        self.live.meter.exposed.own_stages_ns = lambda *_: {"backward": 1e6, "loop": 1e6, "forward": 1e6}
+        self.live.meter._own_facts = lambda _: self.facts()
 
     def facts(self):
         if not self.sizes:

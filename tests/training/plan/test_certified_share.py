@@ -19,7 +19,7 @@ from training.twins import Twins
 pytest.importorskip("training.needs")
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.plan import calibration, proposals
-from gradcast.training.plan.warmup import Warmup
+from gradcast.training.plan.warmup import Warmup, WarmupResult
 
 WARMUP_STEPS, CALIBRATION_STEPS, SHARE_STEPS = 3, 9, 64
 # Steps before which the share is looked at.
@@ -44,10 +44,11 @@ def half_hidden(warmup, _ranks):
         )
         for position, each in enumerate(warmup._profile.tensors)
     ]
-    return _core.Profile(
+    profile = _core.Profile(
         name="given", forward_ns=USUAL_NS / 2, backward_ns=USUAL_NS / 2, tensors=tensors, world_size=2,
         link=link_of(1e4, USUAL_NS / total),
     )  # fmt: skip
+    return WarmupResult(profile, {})
 
 
 def train(rank, gain_if_waiting):
@@ -72,7 +73,7 @@ def train(rank, gain_if_waiting):
         twins = Twins(rank, "plain", "adamw foreach", plan=plan, clip=gradcast.Clip(norm=1.0))
         live = session_of(twins.handle).controller
         live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
-        live._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.phase.on_baseline))
+        live.meter._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.phase.on_baseline))
         seen = []
         for number, module, optimizer, forward in twins.rounds(SECOND_LOOK + 5):
             size = LOUD if number < FIRST_LOOK - 60 or number > FIRST_LOOK + 5 else QUIET

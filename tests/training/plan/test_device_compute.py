@@ -53,7 +53,7 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
         sgd = Slow(module.parameters(), lr=0.1)
         handle = attach(module, sgd, mode, plan=planning("ddp", first_bytes=1 << 20, adapt=True))
     controller, exchange = session_of(handle).controller, session_of(handle).exchange
-    controller._sees_compute, controller._clock = False, clock
+    controller.meter.sees_compute, controller.meter._clock = False, clock
     exchange.wait = clock.taking(WAIT_NS, exchange.wait)
     exchange.wait_all = clock.taking(WAIT_NS, exchange.wait_all)
     for _ in range(STEPS):

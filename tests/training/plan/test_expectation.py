@@ -14,7 +14,7 @@ from training.profiles import compute_steps, profile_of
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import Compute, ComputeFactors, compute_variation, replace_compute
-from gradcast.training.plan import agreement, calibration, controller, measured_profile, proposals
+from gradcast.training.plan import agreement, calibration, loop, measured_profile, proposals
 from gradcast.training.plan.expectation import StepVariation, expect, typical_step, update_calls
 
 
@@ -54,9 +54,8 @@ def test_what_is_read_unseen_is_named_if_only_that_prevents_a_gain(names, reason
 def test_the_baseline_is_not_expected_to_have_traffic_beside_its_forward_pass(mode, baseline_ms):
     given = profile_of(200, 100, 10)
     plan = _core.make_plan(given, given.link, mode=mode)
-    agreed = agreement.AgreedPlan(given, plan, hold_iterations=7)
+    agreed = agreement.AgreedPlan(given, plan, hold_iterations=7, variation=StepVariation(link=(0.9, 1.1)))
     proposer = proposals.Proposer(mock.Mock(), mode, 3, gradcast.Options())
-    proposer.variation = StepVariation(link=(0.9, 1.1))
     steps = calibration.CalibrationSteps(blocks=[], compute=compute_steps([(240, 200, 20)] * 3))
     with mock.patch.object(proposals, "expect", return_value=None) as expect:
         assert proposer.from_calibration(agreed, given, steps).hold_iterations == 7
@@ -129,11 +128,11 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     agreed = agreement.AgreedPlan(
         beside, plan, baseline, expect(beside, plan, alone, baseline, StepVariation()), runs_as_baseline=True
     )
-    on_host, on_device = (mock.Mock(_sees_compute=sees_compute) for sees_compute in (True, False))
+    on_host, on_device = (mock.Mock(meter=mock.Mock(sees_compute=sees_compute)) for sees_compute in (True, False))
     with mock.patch.object(_core, "Monitor") as monitor:
-        controller.PlanController._new_monitor(on_host, agreed)
-        controller.PlanController._new_monitor(on_host, dataclasses.replace(agreed, runs_as_baseline=False))
-        controller.PlanController._new_monitor(on_device, agreed)
+        loop.PlanLoop._new_monitor(on_host, agreed)
+        loop.PlanLoop._new_monitor(on_host, dataclasses.replace(agreed, runs_as_baseline=False))
+        loop.PlanLoop._new_monitor(on_device, agreed)
     # On a device nobody knows, and nothing is expected.
     assert [call.kwargs["busy_ns"] for call in monitor.call_args_list] == pytest.approx([310e6, 620e6, 0])
 
@@ -146,14 +145,13 @@ def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_
     agreed = proposer._proposal(profile, plan, variation)
     assert agreed.further_calls == 1, "so nothing is shown"
     with mock.patch.object(_core, "Monitor") as monitor:
-        controller.PlanController._new_monitor(mock.Mock(_sees_compute=True), agreed)
+        loop.PlanLoop._new_monitor(mock.Mock(meter=mock.Mock(sees_compute=True)), agreed)
     assert monitor.call_args.kwargs["busy_ns"] == pytest.approx(360e6)
     same = proposer.from_compute(agreed, 360e6).profile
     assert (same.backward_ns, same.forward_ns) == pytest.approx((200e6, 100e6))
     baseline = dataclasses.replace(agreed, runs_as_baseline=True)
     assert proposer.from_compute(baseline, 310e6).profile.forward_ns == pytest.approx(100e6)
-    waits = mock.Mock(certifies=False, certified_share_if=lambda _: 0.25)
-    clips = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options(), waits)
+    clips = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options(), lambda _: 0.25)
     assert clips._proposal(profile, plan, variation).further_calls == 0.25
 
 
@@ -165,12 +163,12 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
         for each in (1.0, 1.0, 1.2)
     ]
     agreed = agreement.AgreedPlan(profile, plan, baseline, expected[0])
-    live, same = mock.Mock(agreed=agreed, profile=profile), _core.Plan.from_json(plan.to_json())
-    keep_if_confirmed = controller.PlanController.keep_if_confirmed
+    live, same = mock.Mock(agreed=agreed), _core.Plan.from_json(plan.to_json())
+    keep_if_confirmed = loop.PlanLoop._keep_if_confirmed
     assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[1]))
-    live.describe.assert_not_called()
+    live.group.info.assert_not_called()
     assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[2]))
-    live.describe.assert_called_once()
+    live.group.info.assert_called_with(live.agreed.expectation.sentence())
     assert live.agreed.typical_step.step_ns == expected[2].plan.step_ns > expected[0].plan.step_ns
     assert live.agreed.plan is plan, "the object by which steps that followed it are found"
     assert not keep_if_confirmed(live, dataclasses.replace(agreed, profile=profile_of(200, 100, 20)))
@@ -205,8 +203,8 @@ def test_a_checkpoint_keeps_what_a_call_of_the_optimizer_costs():
     loaded = proposer().from_checkpoint(state)
     assert loaded.expectation == saved.expectation
     assert loaded.expectation.plan.step_ns > loaded.plan.predicted_ns
-    assert loaded.call_ns == saved.call_ns == 5e6
+    assert loaded.variation.call_ns == saved.variation.call_ns == 5e6
     with mock.patch.object(proposals.other_workers, "for_workers", side_effect=lambda profile, here: profile):
-        assert proposer().for_workers(profile, mock.Mock(), 5e6).call_ns == 5e6
+        assert proposer().for_workers(profile, mock.Mock(), 5e6).variation.call_ns == 5e6
     del state["call_ns"]  # an early one
     assert proposer().from_checkpoint(state).expectation.plan.step_ns == loaded.plan.predicted_ns

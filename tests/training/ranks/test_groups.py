@@ -265,7 +265,7 @@ def test_what_blocks_are_carried_out_with_is_carried_out_to_connect(rank):
     narrow = [(f"c10d::{name}", all_) for all_ in whole for name in ("alltoall_base_", "_allgather_base_")]
     over_gloo = operations_of(made.connect)
     with mock.patch.object(group, "backend_of", return_value="nccl"):
-        found = operations_of(made.connect), operations_of(made.connect_each_to_each)
+        found = operations_of(made.connect), operations_of(lambda: made.connect(each_to_each=True))
     return [] if (over_gloo, *found) == ([], plain, narrow) else [over_gloo, found]
 
 

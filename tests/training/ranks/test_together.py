@@ -21,7 +21,7 @@ pytest.importorskip("training.needs")
 from gradcast.training import attachment, preflight
 from gradcast.training.compat import extension
 from gradcast.training.local import session as local_session
-from gradcast.training.plan import agreement, calibration, controller, proposals, warmup
+from gradcast.training.plan import agreement, calibration, loop, proposals, warmup
 from gradcast.training.ranks import group, group_pool, stall_watchdog, status_server, together
 from gradcast.training.sessions import base
 
@@ -224,7 +224,7 @@ POINTS = [
     (attaches, stall_watchdog, "EngineUse", None),
     (attaches, status_server, "StatusServer", 0),
     (attaches, status_server, "ask", None),
-    (attaches, controller, "Proposer", None),
+    (attaches, loop, "Proposer", None),
     (attaches, warmup, "warmup_plans", None),
     (attaches, agreement, "plan_hash", None),
     (attaches, base, "WarmupReads", None),
@@ -237,7 +237,7 @@ POINTS = [
     (trains, warmup.Warmup, "_combined", 0),
     (trains, warmup.Warmup, "release", None),
     (trains, proposals.Proposer, "from_warmup", 0),
-    (trains, controller.PlanController, "start_plan", None),
+    (trains, loop.PlanLoop, "start_plan", None),
     (lambda rank: trains(rank, plan=planning(adapt=True)), calibration.Calibration, "_measured", None),
     (lambda rank: trains(rank, plan=planning(adapt=True)), proposals.Proposer, "from_calibration", 0),
     (lambda rank: trains(rank, compare_every=3), base.RankConsistency, "_checksum", None),
@@ -246,12 +246,12 @@ POINTS = [
     (grows, attachment.preflight, "check_same_model", None),
     (loads, base.residuals, "restore", None),
     (loads, base.agreement, "reason_to_measure", None),
-    (loads, base.PlanController, "adopt", None),
+    (loads, base.PlanLoop, "adopt", None),
     (loads, proposals.Proposer, "from_checkpoint", 0),
     (balances, gradcast.BalancedBatchSampler, "_check", None),
     (balances, attachment, "Balancing", None),
     (averages, local_session, "make_schedule", None),
-    (averages, local_session, "Travel", None),
+    (averages, local_session, "FragmentExchange", None),
     (averages, local_session.Rounds, "fingerprint", None),
 ]
 

@@ -1,1 +1,1 @@
-"""What depends on the internals of PyTorch, the compiler or the operating system."""
+"""Code that depends on the internals of PyTorch, the compiler or the operating system."""

@@ -96,7 +96,7 @@ class DdpTakeover:
             self._joining()
 
     def send_buffers(self) -> None:
-        """What DDP's forward does with buffers, on a rank that runs none while the others do."""
+        """Sends buffers as DDP's forward does, on a rank that runs none while the others do."""
         ddp = self._ddp()
         if ddp._check_sync_bufs_pre_fwd():
             ddp._sync_buffers()

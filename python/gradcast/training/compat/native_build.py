@@ -120,7 +120,7 @@ def build(root: Path, target: Path) -> None:
 
 
 def names_this_cpu() -> bool:
-    """Whether flags of the user's ask for the CPU at hand."""
+    """Returns whether the user's flags ask for the CPU at hand."""
     return any("native" in flag for flag in (*user_flags(), os.environ.get("CXX", "")))
 
 
@@ -165,7 +165,7 @@ def _include_flags(root: Path) -> list[str]:
 
 
 def _torch_folder() -> Path:
-    # torch.utils.cpp_extension would tell this too, but without CUDA it prints a warning.
+    # torch.utils.cpp_extension knows this too, but without CUDA it prints a warning.
     import torch
 
     return Path(torch.__file__).resolve().parent

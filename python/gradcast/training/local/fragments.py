@@ -1,8 +1,8 @@
-"""The fragments of a model: where each element of its parameters and buffers lies in what travels, and the global copy.
+"""The fragments of a model: the place of each parameter's and buffer's elements in the messages, and the global copy.
 
 A fragment consists of pieces, one for each dtype and kind of its elements. Each piece is a tensor of the gradient
 buffers, and has a part of the global copy and of the outer momentum beside it. Parameters of 16 bits have a global
-copy, momentum and differences of fp32. Floating-point buffers of the module (batch norm's statistics) travel in the
+copy, momentum and differences of fp32. Floating-point buffers of the module (batch norm's statistics) are sent in the
 last fragments, and their global copy is always the mean.
 
 Thread safety: training thread.
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def is_moved(self) -> bool:
-        """Whether its elements no longer lie as at attach."""
+        """Whether its elements lie in another order than at attach."""
         now = self.held[self.key]
         return (
             now is None or now.shape != self.shape or _order(now.shape, now.stride()) != _order(now.shape, self.strides)
@@ -104,7 +104,7 @@ class Piece:
 
 
 def entries(parameters: dict[str, nn.Parameter], module: nn.Module) -> list[Entry]:
-    """What is averaged, in the order in which it is cut: parameters, and then floating-point buffers, each once."""
+    """Returns the averaged tensors in the order of the cuts: parameters, then floating-point buffers, each once."""
     found = [Entry(name, {name: each}, name, each.shape, each.stride()) for name, each in parameters.items()]
     seen = set()
     for prefix, each in module.named_modules():
@@ -124,7 +124,7 @@ def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 class Fragments:
-    """``buffers``: what travels, None for a single worker. ``indices[k]``: its tensors of the k-th fragment."""
+    """``buffers``: the sent ones, None for a single worker. ``indices[k]``: its tensors of the k-th fragment."""
 
     def __init__(
         self, found: Sequence[Entry], schedule: Schedule, outer: OuterOptimizer, options: Options, world_size: int
@@ -220,7 +220,7 @@ class Fragments:
 
     @property
     def state_bytes(self) -> dict[str, int]:
-        """What this rank keeps beside the model, by what it is."""
+        """The bytes that this rank keeps beside the model, by kind."""
         values = sum(each.values.nbytes for each in self._all())
         momentum = sum(each.momentum.nbytes for each in self._all() if each.momentum is not None)
         sent = values if self.buffers is None else self.buffers.size_bytes
@@ -229,7 +229,7 @@ class Fragments:
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends in one round, before a wire format shortens it."""
+        """The bytes that a rank sends in one round, before a wire format shortens them."""
         return sum(each.values.nbytes for each in self._all()) if self.buffers is None else self.buffers.size_bytes
 
     # --- Checkpoints, and the global copy in place of the parameters ---
@@ -284,7 +284,7 @@ class Fragments:
 
 
 def _pieces(found: Sequence[Entry], fragment: Sequence[Any]) -> list[Piece]:
-    """Those of one fragment; pieces of one dtype follow one another."""
+    """Returns the pieces of one fragment; those of one dtype follow one another."""
     by_kind: dict[tuple[torch.dtype, bool, bool], Piece] = {}
     for each in fragment:
         entry = found[each.parameter]

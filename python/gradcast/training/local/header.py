@@ -1,4 +1,4 @@
-"""What travels with each fragment: how many steps each rank has made, and a checksum of its global copy.
+"""The header of each fragment: the number of steps that each rank has made, and a checksum of its global copy.
 
 Every rank writes its own place and zeros elsewhere, so the sums are what each rank has written. Digits of seven bits
 and their sums with zeros are exact in every wire format: bf16 has 8 bits of precision.

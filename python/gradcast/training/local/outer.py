@@ -50,7 +50,7 @@ class OuterOptimizer:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a saved state: an older one has other names, and None for the defaults of Nesterov momentum."""
+    """Returns the settings of a saved state: an older one has None for the defaults of Nesterov momentum."""
     settings = {name.replace("sync_every", "every").removeprefix("outer_"): each for name, each in settings.items()}
     if settings.get("outer") == "average":
         return settings

@@ -1,4 +1,4 @@
-"""What skewed data cost, measured on each rank, and the number of steps that all ranks choose from it.
+"""The cost of skewed data, measured on each rank, and the number of steps that all ranks choose from it.
 
 Thread safety: training thread.
 """
@@ -39,7 +39,7 @@ class Pacing:
         return local_pace.is_due(every, step - self.measured_step)
 
     def score(self) -> Score:
-        """What ``options.local.evaluate`` returns for the model as it is."""
+        """Returns the result of ``options.local.evaluate`` for the model as it is."""
         with undisturbed(self._model, self._device):
             try:
                 found = self._local.evaluate(self._model, self._local.evaluate_batch)
@@ -49,9 +49,9 @@ class Pacing:
                 return f"options.local.evaluate has raised {type(error).__name__} ({text})"
         is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
         if not is_number or not math.isfinite(found):
-            told = " ".join(repr(found).split())[:_TEXT_MAX]
-            return f"options.local.evaluate has returned {told}, and a finite number is expected"
-        if self._local.evaluate_metric == "accuracy" and not 0 <= found <= 1:
+            shown = " ".join(repr(found).split())[:_TEXT_MAX]
+            return f"options.local.evaluate has returned {shown}, and a finite number is expected"
+        if self._options.local.evaluate_metric == "accuracy" and not 0 <= found <= 1:
             return f"options.local.evaluate has returned {found:g}, and an accuracy from 0 to 1 is expected"
         return float(found)
 

@@ -1,4 +1,4 @@
-"""Rounds of local steps: takes fragments, lets them travel, and applies them, at the steps that the schedule says.
+"""Rounds of local steps: fragments are taken, sent and applied at the steps of the schedule.
 
 One iteration of the engine carries every fragment once, in the order in which they are taken. So the engine starts a
 fragment as soon as it is written and the one before it is on its way, and the network decides nothing but how long
@@ -29,7 +29,7 @@ from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_exchange import GradientExchange
 
 
-class Travel:
+class FragmentExchange:
     """The fragments on the network. ``left``: those that the open iteration has not begun to send, in order.
     ``plan``: of the open iteration."""
 
@@ -46,7 +46,7 @@ class Travel:
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _follow(self, first: int) -> None:
-        """From the next iteration on, fragments travel in their order, beginning with this one."""
+        """From the next iteration on, fragments are sent in their order, beginning with this one."""
         if self._first == first:
             return
         count = len(self._fragments.indices)
@@ -77,7 +77,7 @@ class Travel:
 
     def send(self, fragment: int) -> None:
         """The fragment is written."""
-        assert self.left[0] == fragment, "fragments travel in their order"
+        assert self.left[0] == fragment, "fragments are sent in their order"
         self.left.popleft()
         for index in self._fragments.indices[fragment]:
             self.exchange.ready(index)
@@ -96,18 +96,18 @@ class Travel:
 class Rounds:
     """``clock``: steps since the beginning, or since ``end``; the schedule counts them. ``steps``: all. ``count``: how
     often all fragments have been taken. ``waited_ns``: in all steps until now. ``pacing``: None unless it chooses H, at
-    most ``longest.every``, where a round has ended and nothing travels."""
+    most ``longest.every``, where a round has ended and nothing is in flight."""
 
     def __init__(
         self,
         fragments: Fragments,
         longest: Schedule,
-        travel: Travel | None,
+        network: FragmentExchange | None,
         group: Group,
         pacing: Pacing | None,
         options: Options,
     ) -> None:
-        self._fragments, self._longest, self._travel, self._group = fragments, longest, travel, group
+        self._fragments, self._longest, self._network, self._group = fragments, longest, network, group
         self.pacing, self._wire, self._local = pacing, options.wire, options.local
         self.local_share = (MERGE if options.local.merge is None else options.local.merge) if longest.overlap else 0.0
         self.schedule = longest if pacing is None else longest.at(min(FIRST, longest.every), options.local.overlap)
@@ -127,8 +127,8 @@ class Rounds:
 
     @property
     def has_open_iteration(self) -> bool:
-        """Whether the engine waits for fragments that are not taken yet."""
-        return self._travel is not None and bool(self._travel.left)
+        """Returns whether the engine waits for fragments that are not taken yet."""
+        return self._network is not None and bool(self._network.left)
 
     def after_step(self) -> None:
         self.steps += 1
@@ -159,9 +159,9 @@ class Rounds:
         """Ends the round and chooses the steps of those that follow."""
         own = pacing.score()
         self._close(ending=False)
-        common, travel = pacing.score(), self._travel
+        common, network = pacing.score(), self._network
         what = f"what options.local.evaluate returned after {self.steps} steps"
-        with contextlib.nullcontext() if travel is None else travel.exchange.watch.waiting(what):
+        with contextlib.nullcontext() if network is None else network.exchange.watch.waiting(what):
             everyone = self._group.gather_beside_blocks((own, common))
         every = pacing.choose(self.schedule.every, self.steps, everyone)
         # The momentum is the movement of a round, which is as many times as long.
@@ -171,7 +171,7 @@ class Rounds:
     def _close(self, *, ending: bool) -> None:
         self._apply_all(self.local_share)
         # First those that the open iteration still has to send, and then the others, which have drifted since.
-        left = list(self._travel.left) if self._travel is not None else []
+        left = list(self._network.left) if self._network is not None else []
         for fragment in left:
             self.take(fragment, ending=ending)
         self._apply_all(0.0)
@@ -191,18 +191,18 @@ class Rounds:
                 self._receive(fragment)
 
     def take(self, fragment: int, *, ending: bool = False) -> None:
-        travel = self._travel
-        if travel is not None and not travel.left:
+        network = self._network
+        if network is not None and not network.left:
             for each in self._taken:
                 self._receive(each)
-            travel.begin(fragment)
+            network.begin(fragment)
         self._fragments.write(fragment)
-        self._taken[fragment] = travel is None
-        if travel is not None:
+        self._taken[fragment] = network is None
+        if network is not None:
             checksum = self._fragments.checksum(fragment)
             here = self._fragments.header(fragment)
             header.write(here, self._group.rank, step=self.steps, ending=ending, checksum=checksum)
-            travel.send(fragment)
+            network.send(fragment)
 
     def _apply(self, fragment: int, local_share: float, *, drops: bool = False) -> None:
         self._receive(fragment)
@@ -212,10 +212,10 @@ class Rounds:
 
     def _receive(self, fragment: int) -> None:
         """Waits for it, unless it has arrived, and raises if the ranks disagree."""
-        if self._travel is None or self._taken[fragment]:
+        if self._network is None or self._taken[fragment]:
             return
         start_ns = time.perf_counter_ns()
-        self._travel.wait(fragment)
+        self._network.wait(fragment)
         self.waited_ns += time.perf_counter_ns() - start_ns
         self._taken[fragment] = True
 
@@ -232,7 +232,7 @@ class Rounds:
             yield
         except Error as error:
             self._failure = error
-            if error.code == "communication" and self._travel is not None:
+            if error.code == "communication" and self._network is not None:
                 self._failure = Error(
                     f"{error}. This rank is after {self.steps} optimizer steps of its own; ranks whose loops have "
                     "different lengths leave others waiting like this",
@@ -266,7 +266,7 @@ class Rounds:
         return own | OuterOptimizer.of(self._local).settings() | {"cuts": self._fragments.identity()}
 
     def refusal_of(self, state: dict[str, Any]) -> str | None:
-        """Why training cannot go on from this state."""
+        """Returns the reason why training cannot go on from this state."""
         tensors = state["tensors"]
         reason = self._fragments.refusal_of(tensors["values"])
         if reason is not None:
@@ -284,7 +284,7 @@ class Rounds:
         return None
 
     def restore(self, state: dict[str, Any]) -> None:
-        """REQUIRES: ``refusal_of`` is None, and nothing has travelled."""
+        """REQUIRES: ``refusal_of`` is None, and nothing was sent."""
         for what, tensors in state["tensors"].items():
             self._fragments.restore(what, tensors)
         place = state["place"]

@@ -1,6 +1,6 @@
 """A session of local steps: hooks behind ``step()`` count steps, and rounds average the ranks' parameters.
 
-No gradient travels and no hook lies on one, so any loop that calls ``step()`` works: accumulation counts as one step,
+No gradient is sent and none has a hook, so any loop that calls ``step()`` works: accumulation counts as one step,
 and clipping is each rank's own. A GradScaler skips steps on single ranks, so that ranks would count differently; it is
 refused.
 """
@@ -25,7 +25,7 @@ from gradcast.training.compat import fork
 from gradcast.training.local.fragments import Fragments, entries
 from gradcast.training.local.outer import OuterOptimizer
 from gradcast.training.local.pacing import Pacing
-from gradcast.training.local.rounds import Rounds, Travel
+from gradcast.training.local.rounds import FragmentExchange, Rounds
 from gradcast.training.model_layout import ModelLayout
 from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks.group import Group
@@ -40,7 +40,7 @@ from gradcast.training.step.update_callbacks import is_inner_step
 _log = logging.getLogger("gradcast")
 STATE_VERSION = 1
 _MB = 1e6
-_TIMEOUT_S = 1800.0  # torch's own, where the process group does not tell its
+_TIMEOUT_S = 1800.0  # torch's own, where the process group has none
 
 
 def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) -> HiddenDdp:
@@ -79,15 +79,15 @@ class LocalStepsSession(TrainingSession):
         schedule = make_schedule(sizes, local.limit, local.overlap)
         self._outer = OuterOptimizer.of(local)
         self._fragments = Fragments(found, schedule, self._outer, options, group.world_size)
-        self._travel = None if group.world_size == 1 else Travel(self._fragments, group, options)
+        self._network = None if group.world_size == 1 else FragmentExchange(self._fragments, group, options)
         pacing = Pacing(accepted, local, group) if local.every == "auto" else None
-        self._rounds = Rounds(self._fragments, schedule, self._travel, group, pacing, options)
+        self._rounds = Rounds(self._fragments, schedule, self._network, group, pacing, options)
         self._layout = ModelLayout(accepted.whole, setup.optimizers, accepted.parameters.values())
-        self._told_of_moved = False
+        self._warned_of_moved = False
         self._step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in setup.optimizers]
         self._hooks.append(setup.optimizers[-1].register_step_post_hook(self._after_step))
-        if self._travel is not None:
+        if self._network is not None:
             fork.watch(self)
         if group.rank == 0:
             self._tell()
@@ -122,15 +122,15 @@ class LocalStepsSession(TrainingSession):
     @property
     def exchange(self) -> GradientExchange:
         """For forks."""
-        return self._travel.exchange
+        return self._network.exchange
 
     @property
     def is_sending(self) -> bool:
-        return self._travel is not None and self._travel.exchange.busy
+        return self._network is not None and self._network.exchange.busy
 
     @property
     def plan(self) -> _core.Plan | None:  # type: ignore[override]
-        return None if self._travel is None else self._travel.plan
+        return None if self._network is None else self._network.plan
 
     # --- Steps ---
 
@@ -163,8 +163,8 @@ class LocalStepsSession(TrainingSession):
                 "follow; call handle.end_round() and handle.detach() before the change, and attach again after it"
             )
         moved = self._fragments.moved_buffers()
-        if moved and not self._told_of_moved:
-            self._told_of_moved = True
+        if moved and not self._warned_of_moved:
+            self._warned_of_moved = True
             _log.warning(
                 "rank %d: the buffer %s has another shape or memory format than at attach, so it is no longer "
                 "averaged: each rank keeps its own; if it has to be averaged, give it its final form before attach",
@@ -198,9 +198,9 @@ class LocalStepsSession(TrainingSession):
             raise refused("inside handle.global_model() the module has the global copy; leave it first")
 
     def flush(self, limit_s: float | None = None) -> None:
-        """Sends nothing: waits for what travels."""
-        if self._travel is not None and not self.released and not self._rounds.has_failed:
-            with self._travel.exchange.waiting_at_most(limit_s):
+        """Sends nothing: waits for the fragments in flight."""
+        if self._network is not None and not self.released and not self._rounds.has_failed:
+            with self._network.exchange.waiting_at_most(limit_s):
                 self._rounds.await_taken()
 
     def finish(self, limit_s: float | None = None) -> None:
@@ -208,9 +208,9 @@ class LocalStepsSession(TrainingSession):
         if self._rounds.has_failed:
             return
         everyone = [self.steps]
-        if self._travel is not None and limit_s is None:
+        if self._network is not None and limit_s is None:
             what = f"handle.detach() on every rank (this one has made {self.steps} steps)"
-            with self._travel.exchange.watch.waiting(what):
+            with self._network.exchange.watch.waiting(what):
                 everyone = self.group.gather_beside_blocks(self.steps)
         self._warn_of_open_round()
         if min(everyone) != max(everyone):
@@ -235,8 +235,8 @@ class LocalStepsSession(TrainingSession):
             )  # fmt: skip
 
     def close_at_exit(self, *, failed: bool) -> None:
-        if not self.released and self._travel is not None:
-            self._close_exchange(self._travel.exchange, None if failed else self._finish_at_exit)
+        if not self.released and self._network is not None:
+            self._close_exchange(self._network.exchange, None if failed else self._finish_at_exit)
 
     def _finish_at_exit(self) -> bool:
         self.flush()
@@ -252,8 +252,8 @@ class LocalStepsSession(TrainingSession):
             hook.remove()
         if self._inside is not None:
             self._inside.remove()
-        if self._travel is not None:
-            self._close_exchange(self._travel.exchange, (lambda: self._is_reusable) if reusable else None)
+        if self._network is not None:
+            self._close_exchange(self._network.exchange, (lambda: self._is_reusable) if reusable else None)
         self.released = True
 
     def abandon(self) -> None:
@@ -289,23 +289,23 @@ class LocalStepsSession(TrainingSession):
             "in_flight": self._rounds.in_flight,
             "rounds": self._rounds.count,
             "steps_in_round": self._rounds.clock % schedule.every,
-            "bytes_per_round": self._fragments.sent_bytes if self._travel is not None else 0,
+            "bytes_per_round": self._fragments.sent_bytes if self._network is not None else 0,
             "state_bytes": sum(self._fragments.state_bytes.values()),
         }
         values = super().stats() | {"local_steps": own, "wire": self._options.wire}
         if len(ends) > 1:
             values["measured_ms"] = (ends[-1][0] - ends[0][0]) / count / 1e6
             values["exposed_ms"] = (ends[-1][1] - ends[0][1]) / count / 1e6
-        if self._travel is not None:
-            values["bytes"] = sum(block.size_bytes for block in self._travel.plan.blocks)
-            values["wire_bytes"] = self._travel.exchange.wire_bytes(self._travel.plan)
-            values["blocks"] = len(self._travel.plan.blocks)
+        if self._network is not None:
+            values["bytes"] = sum(block.size_bytes for block in self._network.plan.blocks)
+            values["wire_bytes"] = self._network.exchange.wire_bytes(self._network.plan)
+            values["blocks"] = len(self._network.plan.blocks)
         return values
 
     # --- Checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state. Starts nothing on the network, and waits for what travels."""
+        """This rank's state. Sends nothing, and waits for the fragments in flight."""
         return self.saved(None)
 
     def saved(self, kept: dict[str, Any] | None) -> dict[str, Any]:
@@ -321,8 +321,8 @@ class LocalStepsSession(TrainingSession):
         require_attached(self)
         self._require_own()
         what = "handle.load_state_dict()"
-        travel = self._travel
-        with contextlib.nullcontext() if travel is None else travel.exchange.watch.waiting(f"{what} on every rank"):
+        network = self._network
+        with contextlib.nullcontext() if network is None else network.exchange.watch.waiting(f"{what} on every rank"):
             everyone = self.group.computed_by_each(lambda: self._restored(state), what)
         if any(fingerprint != everyone[0] for fingerprint in everyone):
             raise refused(
@@ -332,7 +332,7 @@ class LocalStepsSession(TrainingSession):
         self.steps = self._rounds.steps
 
     def _restored(self, state: dict[str, Any]) -> tuple[int, ...]:
-        """Loads the state, and returns what has to be equal on all ranks then."""
+        """Loads the state. Returns values that have to be equal on all ranks."""
         try:
             self.check(state)
             self._rounds.restore(state)

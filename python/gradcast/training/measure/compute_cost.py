@@ -1,4 +1,4 @@
-"""How long the ranks compute in a step: measured during the warm-up and beside a plan, and put into a profile."""
+"""Compute time of the ranks per step: measured during the warm-up and beside a plan, and put into a profile."""
 
 import statistics
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ class ComputeFactors(NamedTuple):
 
 
 def compute_of(record: StepRecord, busy_ns: float, call_ns: float = 0.0, clock: DeviceClock | None = None) -> Compute:
-    """The compute time of a recorded step. ``busy_ns``: the step without the time that it waited. ``call_ns``: what
-    each further call of the optimizer costs. ``clock``: see StepRecord.total_ns."""
+    """Returns the compute time of a recorded step. ``busy_ns``: the step without its waits. ``call_ns``: cost of each
+    further call of the optimizer. ``clock``: see StepRecord.total_ns."""
     backward_ns, update_ns = min(record.total_ns("backward", clock), busy_ns), record.total_ns("update", clock)
     forward_ns = max(0.0, busy_ns - backward_ns - update_ns)
     return Compute(backward_ns, forward_ns, max(0.0, update_ns - call_ns * max(0, record.update_calls - 1)))
@@ -69,7 +69,7 @@ def replace_compute(profile: _core.Profile, compute: Compute) -> _core.Profile:
 
 
 def compute_variation(profile: _core.Profile, steps: Sequence[Sequence[Compute]]) -> tuple[ComputeFactors, ...]:
-    """How far the slowest rank of each step is from the profile. ``steps``: by step and rank."""
+    """Returns the slowest rank's compute in each step, relative to the profile. ``steps``: by step and rank."""
     return tuple(compute_factors(profile, _slowest(ranks)) for ranks in steps)
 
 

@@ -1,8 +1,8 @@
-"""What makes a step wait before the next forward pass, by line of the program.
+"""Lines of the program that make a step wait before the next forward pass.
 
 Communication that the program waits for between backward and forward overlaps with neither. Only what has really
-waited is looked up, so a step without such waits pays nothing. In the warm-up ``step()`` waits for everything; there, a
-line counts that would wait otherwise, with the time that ``step()`` has waited.
+waited is looked up, so a step without such waits pays nothing. In the warm-up ``step()`` waits for everything; there,
+its wait is charged to the first line that would otherwise have waited.
 
 Thread safety: under the session's lock.
 """
@@ -25,7 +25,7 @@ from gradcast.training.measure.step_trace import StepTrace
 
 _MS = 1e6
 _WAITED_NS_MIN = 50_000  # less than this is looking, not waiting
-_TOLD_STEPS_MIN = 3
+_REPORTED_STEPS_MIN = 3
 _SHOWN = 5  # lines in the statistics
 OURS = tuple(os.path.dirname(each.__file__) + os.sep for each in (torch, errors))
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
@@ -33,7 +33,7 @@ _GENERATED = ("<frozen", "<string>", "<eval_with_key>")
 
 
 class Cause(enum.Enum):
-    """Why something waits: what the line does, and what to do instead."""
+    """Causes of waits: a description of the line, and advice."""
 
     PARAMETERS = "reads parameters after step()", "pass what reads them, as an EMA, to handle.on_update"
     STATE = "uses the optimizer's state after step()", "use it less often, or after the next forward pass"
@@ -97,14 +97,14 @@ class _Line:
     total_ns: int = 0
     last_step: int = -1
     parameters: int | None = None
-    told: bool = False
+    reported: bool = False
 
 
 class EarlyWaits:
-    """The waits of one session. ``tell`` gets what to log, once per line that costs noticeable time."""
+    """The waits of one session. ``report`` gets a sentence to log, once per line that costs noticeable time."""
 
-    def __init__(self, trace: StepTrace, parameter_count: int, tell: Callable[[str], None]) -> None:
-        self._trace, self._parameter_count, self._tell = trace, parameter_count, tell
+    def __init__(self, trace: StepTrace, parameter_count: int, report: Callable[[str], None]) -> None:
+        self._trace, self._parameter_count, self._report = trace, parameter_count, report
         self._lines: dict[tuple[Any, ...], _Line] = {}
         self._reads: list[tuple[_Line, int]] = []  # of this step, with ns; they count once forward has been seen
         self._read_counts: dict[int, int] = {}  # of this step in the warm-up: parameters by id of the line
@@ -118,7 +118,7 @@ class EarlyWaits:
         if self._counts:
             self._steps += 1
             self._elapsed_ns += now_ns - self._began_ns
-            self._tell_noticeable()
+            self._report_noticeable()
         # The first step sets up connections. A warm-up's waits count until there are those of a plan.
         counts &= self._began_ns is not None
         if counts and measuring != self._measuring:
@@ -135,7 +135,7 @@ class EarlyWaits:
 
     @contextlib.contextmanager
     def at(self, cause: Cause, *, in_forward: bool = False) -> Iterator[None]:
-        """What waits inside counts for the program's line. ``in_forward``: also behind the start of forward."""
+        """Charges waits inside to the program's line. ``in_forward``: also after the start of forward."""
         if not self._counts or self._inside or (self._in_forward and not in_forward):
             yield
             return
@@ -149,7 +149,7 @@ class EarlyWaits:
             self._add(self._line(cause), waited_ns)
 
     def step_waited(self, waited_ns: int) -> None:
-        """In the warm-up: ``step()`` has waited, as otherwise the first line would that needs its result."""
+        """In the warm-up: charges the wait of ``step()`` to the first line that would otherwise have waited."""
         self._hidden_ns = waited_ns
 
     def would_wait(self, cause: Cause, parameters: int = 0) -> None:
@@ -183,15 +183,15 @@ class EarlyWaits:
         line.count += line.last_step != self._steps
         line.last_step = self._steps
 
-    def _tell_noticeable(self) -> None:
+    def _report_noticeable(self) -> None:
         for line in self._lines.values():
-            if not line.told and line.count >= _TOLD_STEPS_MIN and self._is_noticeable(line):
-                line.told = True
-                self._tell(f"{self._sentence(line)}, {self._ms_per_step(line):.1f} ms per step: {line.advice}")
+            if not line.reported and line.count >= _REPORTED_STEPS_MIN and self._is_noticeable(line):
+                line.reported = True
+                self._report(f"{self._sentence(line)}, {self._ms_per_step(line):.1f} ms per step: {line.advice}")
 
     def reason(self) -> str | None:
-        """What costs the most overlap in most steps: "train.py:83 reads all parameters after step()". None if nothing
-        costs a noticeable share of a step."""
+        """Returns the line that costs the most overlap, as "train.py:83 reads all parameters after step()"; None if no
+        line costs a noticeable share of most steps."""
         usual = [each for each in self._lines.values() if 2 * each.count >= self._steps and self._is_noticeable(each)]
         return self._sentence(max(usual, key=lambda line: line.total_ns)) if usual else None
 
@@ -212,8 +212,8 @@ class EarlyWaits:
     def _line(self, cause: Cause) -> _Line:
         key, where_, advice = line_here(cause)
         if key not in self._lines:
-            # Of these, the caller says more than that.
-            self._lines[key] = _Line(where_, cause, advice, told=cause in (Cause.COMPILED, Cause.HELD))
+            # The caller logs a longer sentence.
+            self._lines[key] = _Line(where_, cause, advice, reported=cause in (Cause.COMPILED, Cause.HELD))
         return self._lines[key]
 
     def _is_noticeable(self, line: _Line) -> bool:
@@ -249,7 +249,7 @@ def _is_library(file: str) -> bool:
 
 
 def counted(cause: Cause, parameters: int, total: int) -> str:
-    """What the line does, with the number of parameters that it reads: "reads all parameters after step()"."""
+    """Returns a description of the line with its number of parameters: "reads all parameters after step()"."""
     if cause is not Cause.PARAMETERS:
         return cause.what
     count = "all" if parameters == total else f"{parameters} of {total}"

@@ -1,4 +1,4 @@
-"""What the network costs, from how long blocks took: during the warm-up, and under the plan that follows it."""
+"""Network cost from measured block times: during the warm-up, and under the plan that follows it."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _SAMPLES_MIN = 4
 
 
 class Sample(NamedTuple):
-    """How long a block took, ns, on one rank or on all together.
+    """Duration of a block, ns, on one rank or on all together.
 
     On a rank it counts from when the block was due (its gradients ready and the previous block finished) until it
     finished. That includes the time for which the threads that launch it and see its end wait for a core. On all ranks
@@ -51,8 +51,8 @@ def _combined(ranks: Sequence[Sample]) -> Sample:
 
 
 def idle_saving_ns(found: Sequence[Sample]) -> float | None:
-    """How much less a block takes if it finds the network idle than if it follows another one. None if the samples do
-    not tell.
+    """Returns the time that a block saves if it finds the network idle instead of following another one. None if the
+    samples do not show it.
 
     The saving does not depend on the block's size: switches, token buckets and socket buffers have room again, as if
     the block had begun earlier. Only blocks of about the sizes of the back-to-back ones count: their fitted line says
@@ -80,7 +80,7 @@ def as_back_to_back(found: Sequence[Sample], known_saving_ns: float = 0.0) -> li
     Which blocks find the network idle depends on the plan, and they fill pauses; the length of a step is decided by
     back-to-back blocks. A fit of both kinds is biased: it finds start-up costs of 0 and a network faster than it is.
 
-    ``known_saving_ns``: the saving found before, used if these samples do not tell.
+    ``known_saving_ns``: the saving found before, used if these samples do not show it.
     """
     saving_ns = idle_saving_ns(found)
     added_ns = known_saving_ns if saving_ns is None else saving_ns

@@ -1,4 +1,4 @@
-"""Which stage of a step costs the group its time, and on which rank that begins, from the step reports.
+"""The time that each stage of a step costs the group, and the rank that causes it, from the step reports.
 
 The stages are added up from a point where all ranks are together: from the end of the stage in which they wait for the
 network, and so for each other. In hook mode that stage is backward, in overlap mode forward. During the warm-up and on
@@ -25,14 +25,14 @@ _STEPS_KEPT = 64
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """``exposed``: what the stage costs the group, in the unit of the durations. ``rank``: the slowest one so far."""
+    """``exposed``: cost of the stage for the group, in the unit of the durations. ``rank``: the slowest one so far."""
 
     exposed: float
     rank: int
 
 
 def frontier(durations: Sequence[Sequence[float]]) -> list[Stage]:
-    """What each stage costs the group. ``durations``: by rank and stage, the stages in the order of a step."""
+    """Returns the group's cost of each stage. ``durations``: by rank and stage, the stages in the order of a step."""
     sums = [0.0] * len(durations)
     reached = 0.0
     stages = []
@@ -55,7 +55,7 @@ class StageExposure:
         self._waiting_stage = STAGES[-1]
 
     def set_waiting_stage(self, stage: str) -> None:
-        """At the end of which stage the ranks are together from now on. If it changes, earlier steps are forgotten."""
+        """Sets the stage at whose end the ranks are together. If it changes, earlier steps are forgotten."""
         if stage != self._waiting_stage:
             self._waiting_stage = stage
             self._steps.clear()

@@ -1,4 +1,4 @@
-"""The record of the last steps: what the training thread did and what the network did.
+"""The record of the last steps: the work of the training thread and of the network.
 
 Times are ns of time.perf_counter_ns, which the engine uses, too. While a device's compute is measured, each is also a
 point of its current stream.
@@ -35,7 +35,7 @@ class Stamp(int):
 class StepRecord:
     """One step, from the start of backward to the start of the next.
 
-    ``iteration``: the engine's number of the step. ``spans``: (category, start, end) of what the training thread did.
+    ``iteration``: the engine's number of the step. ``spans``: (category, start, end) of the training thread's work.
     """
 
     step: int
@@ -48,7 +48,7 @@ class StepRecord:
     spans: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
 
     def total_ns(self, category: str, clock: DeviceClock | None = None) -> float:
-        """``clock``: of the device; counts what it did between stamps, and leaves out what only the host did."""
+        """``clock``: of the device; counts its work between stamps, and omits spans of the host alone."""
         spans = [(start, end) for name, start, end in self.spans if name == category]
         if clock is None:
             return sum(end - start for start, end in spans)
@@ -91,7 +91,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def timed(self, category: str) -> Iterator[None]:
-        """A span of what happens inside."""
+        """Records a span around the block."""
         start_ns = self.now()
         yield
         self.span(category, start_ns, self.now())

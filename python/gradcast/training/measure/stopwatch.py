@@ -26,11 +26,11 @@ _PACK_PROBES = 5
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one rank measured during the warm-up; times in ns.
+    """One rank's measurements of the warm-up; times in ns.
 
     ``ready_ns``, ``need_ns``: median by parameter. ``compute``: by warm-up step, None if it could not be measured.
-    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees. ``call_ns``: what
-    each call of an optimizer costs beside what it updates.
+    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees. ``call_ns``: cost
+    of a call of an optimizer without its updates.
     """
 
     ready_ns: list[float]
@@ -52,8 +52,7 @@ class _Step:
     owner_start: dict[int, Any] = dataclasses.field(default_factory=dict)  # forward of the module that owns it begins
     watched: bool = False  # the forward pass after it was watched for reads
     backward_end: Any = None
-    waits: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
-    updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    spans: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)  # category, start, end
     update_calls: int = 1
     next_backward: Any = None
 
@@ -85,7 +84,7 @@ class Stopwatch:
         self._forward_end = self._resumed = self._clock.stamp()
 
     def resumed(self) -> None:
-        """What has run since forward ended was gradcast's own work."""
+        """Called after work of gradcast's own behind forward, which does not count."""
         self._resumed = self._clock.stamp()
 
     def backward_started(self) -> None:
@@ -107,18 +106,11 @@ class Stopwatch:
         self._step.backward_end = self._clock.stamp()
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Put this around waiting for gradients, which does not count as compute."""
+    def timed(self, category: str) -> Iterator[None]:
+        """Put this around what is not compute: "wait", for gradients, and "update", the optimizer's work."""
         start = self._clock.stamp()
         yield
-        self._step.waits.append((start, self._clock.stamp()))
-
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Put this around the optimizer's work."""
-        start = self._clock.stamp()
-        yield
-        self._step.updates.append((start, self._clock.stamp()))
+        self._step.spans.append((category, start, self._clock.stamp()))
 
     def updated_in(self, calls: int) -> None:
         self._step.update_calls = max(1, calls)
@@ -163,7 +155,7 @@ class Stopwatch:
         steps = [step for step in self._steps[1:] if step.complete]
         call_ns = self._call_ns(steps)
         compute = [self._compute(step, call_ns) for step in self._steps[1:]]
-        since_backward = [functools.partial(self._since, step.backward_end, self._pause_ns(step)) for step in steps]
+        since_backward = [functools.partial(self._since, step, self._pause_ns(step)) for step in steps]
         ready_ns, need_ns = [], []
         for index in range(self._parameter_count):
             ready = [self._clock.between(s.backward_start, s.ready[index]) for s in steps if index in s.ready]
@@ -179,8 +171,8 @@ class Stopwatch:
         """From steps that have updated the same in more calls than others, two of each kind at least, undisturbed."""
         by_calls: dict[int, list[float]] = {}
         for step in steps:
-            if step.updates:
-                by_calls.setdefault(step.update_calls, []).append(self._total_ns(step.updates))
+            if any(category == "update" for category, _, _ in step.spans):
+                by_calls.setdefault(step.update_calls, []).append(self._total_ns(step, "update"))
         shortest_ns = {calls: min(times) for calls, times in by_calls.items() if len(times) > 1}
         if len(shortest_ns) < 2:
             return 0.0
@@ -192,16 +184,16 @@ class Stopwatch:
             return None
         return Compute(
             backward_ns=self._clock.between(step.backward_start, step.backward_end),
-            forward_ns=self._since(step.backward_end, self._pause_ns(step), step.next_backward),
-            update_ns=max(0.0, self._total_ns(step.updates) - call_ns * (step.update_calls - 1)),
+            forward_ns=self._since(step, self._pause_ns(step), step.next_backward),
+            update_ns=max(0.0, self._total_ns(step, "update") - call_ns * (step.update_calls - 1)),
         )
 
     def _pause_ns(self, step: _Step) -> float:
-        """Waiting and update, which are not counted in the time since backward."""
-        return self._total_ns(step.waits) + self._total_ns(step.updates)
+        """Returns waiting and update, which are not counted in the time since backward."""
+        return self._total_ns(step, "wait") + self._total_ns(step, "update")
 
-    def _since(self, backward_end: Any, pause_ns: float, stamp: Any) -> float:
-        return max(0.0, self._clock.between(backward_end, stamp) - pause_ns)
+    def _since(self, step: _Step, pause_ns: float, stamp: Any) -> float:
+        return max(0.0, self._clock.between(step.backward_end, stamp) - pause_ns)
 
-    def _total_ns(self, spans: list[tuple[Any, Any]]) -> float:
-        return sum(self._clock.between(start, end) for start, end in spans)
+    def _total_ns(self, step: _Step, category: str) -> float:
+        return sum(self._clock.between(start, end) for name, start, end in step.spans if name == category)

@@ -1,4 +1,4 @@
-"""What this process's TCP connections have sent, as Linux counts it: which link is slow, without sending anything."""
+"""Traffic of this process's TCP connections, counted by Linux: it shows a slow link without sending anything."""
 
 import os
 import socket
@@ -13,13 +13,13 @@ Ends = tuple[tuple[Any, ...], tuple[Any, ...]]
 _BYTES, _TIMES = 120, 168
 _TWO = struct.Struct("=QQ")
 _SIZE = 256
-# So many connections are told of: gradients travel over few.
+# The most connections that are reported: gradients are sent over few.
 _BUSIEST = 32
 
 
 class Carried(NamedTuple):
-    """Bytes that have arrived there, and here; and the time in which some were on their way to the other end and it had
-    room for them."""
+    """Bytes acknowledged by the other end, and received; and the time in which some were under way to the other end and
+    it had room for them."""
 
     sent_bytes: int
     received_bytes: int
@@ -27,7 +27,7 @@ class Carried(NamedTuple):
 
 
 def read() -> dict[Ends, Carried]:
-    """What each connection has carried since it was made. Blocking ones are left out: Gloo's and NCCL's are not."""
+    """Returns the traffic of each connection since it was made. Gloo's and NCCL's do not block; others are omitted."""
     found: dict[Ends, Carried] = {}
     try:
         names = os.listdir("/proc/self/fd")
@@ -35,7 +35,7 @@ def read() -> dict[Ends, Carried]:
         return found
     for name in names:
         try:
-            # Making the object may set the mode, which duplicates share: to what it is.
+            # Constructing a socket may set O_NONBLOCK, shared with the original descriptor; here it stays as it is.
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and not os.get_blocking(int(name)):
                 with _duplicate(int(name)) as each:
                     ends = each.getsockname()[:2], each.getpeername()[:2]
@@ -55,7 +55,7 @@ def _duplicate(descriptor: int) -> socket.socket:
 
 
 def since(before: dict[Ends, Carried]) -> dict[Ends, Carried]:
-    """What the busiest connections have carried since they were read before."""
+    """Returns the traffic of the busiest connections since ``before``."""
     now = read()
     found = {
         ends: Carried(*(after - earlier for after, earlier in zip(now[ends], before[ends], strict=True)))
@@ -66,7 +66,7 @@ def since(before: dict[Ends, Carried]) -> dict[Ends, Carried]:
 
 
 def between_ranks(ranks: Sequence[dict[Ends, Carried]]) -> list[tuple[int, int, Carried]]:
-    """Sender and receiver of each connection between two ranks, and what it has carried. Pure. ``ranks``: by rank."""
+    """Returns sender, receiver and traffic of each connection between two ranks. Pure. ``ranks``: by rank."""
     rank_of = {ends: rank for rank, connections in enumerate(ranks) for ends in connections}
     return [
         (rank, rank_of[peer, own], carried)

@@ -1,4 +1,4 @@
-"""In which module's forward a parameter is used whose reads no hook sees.
+"""The module whose forward uses a parameter, for parameters whose reads no hook sees.
 
 C++ extensions read their weights without a call that could be seen, but autograd records the operation: a node that
 leads to the parameter's AccumulateGrad. Autograd numbers its nodes as they are made, so the node was made inside the
@@ -31,7 +31,7 @@ class UnseenRead(NamedTuple):
 
 
 def agreed_reads(found: Iterable[Mapping[int, UnseenRead]]) -> dict[int, UnseenRead]:
-    """By parameter, what is right whatever holds of that which ranks, or warm-ups, have found."""
+    """Returns, by parameter, the choice that is safe for the findings of every rank and warm-up."""
     agreed: dict[int, UnseenRead] = {}
     for index, read in (each for reads in found for each in reads.items()):
         before = agreed.setdefault(index, read)
@@ -92,7 +92,7 @@ class ConsumerSearch:
         self._is_forward = True
 
     def forward_ended(self, output: Iterable[torch.Tensor]) -> bool:
-        """Looks at the graph, as long as that may tell more. Returns whether it did."""
+        """Searches the graph while parameters are left. Returns whether it searched."""
         left = self._known - self._found.keys()
         if not self._is_forward or not left:
             return False

@@ -1,1 +1,1 @@
-"""Which plan the next iteration follows: warm-up, proposal, agreement between the ranks, calibration, change."""
+"""The plan of the next iteration: warm-up, proposal, agreement of the ranks, calibration, change."""

@@ -1,4 +1,4 @@
-"""How the ranks agree on a plan: rank 0 proposes, and every rank checks.
+"""Agreement of the ranks on a plan: rank 0 proposes, and every rank checks.
 
 Ranks that follow different plans average the wrong bytes without an error.
 """
@@ -6,15 +6,16 @@ Ranks that follow different plans average the wrong bytes without an error.
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradcast import _core
+from gradcast.comparison.compare import compute_ns
 from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.errors import Error, refused
 from gradcast.files import plan_hash
 from gradcast.scaling import other_workers
 from gradcast.training.measure.unseen_reads import UnseenRead
-from gradcast.training.plan.expectation import Expectation, TypicalStep
+from gradcast.training.plan.expectation import Expectation, StepVariation, TypicalStep
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientSizes
 
@@ -22,14 +23,26 @@ AGREEMENT = "the agreement on the plan"
 STATE_VERSION = 1  # of handle.state_dict()
 
 
+class CertifiedShare(NamedTuple):
+    """The ``share`` of steps that clipping certified when a plan was made, given that the gradients of the parameters
+    ``arrived`` (names) have arrived then."""
+
+    arrived: frozenset[str]
+    share: float
+
+
 @dataclasses.dataclass(frozen=True)
 class AgreedPlan:
-    """What all ranks follow; before ``agree``, what rank 0 proposes.
+    """The plan that all ranks follow; before ``agree``, rank 0's proposal.
 
     ``profile`` has the tensors in the order of the buffers. ``baseline``: the DDP baseline that the plan is compared
-    with. ``runs_as_baseline``: the ranks follow that, because the plan gains too little. ``hold_iterations``: for how
-    many iterations no change makes the ranks measure again. ``call_ns``: see StepVariation. ``further_calls``: how many
-    of these a step makes with the plan, on average.
+    with. ``runs_as_baseline``: the ranks follow the baseline, because the plan gains too little. ``hold_iterations``:
+    the number of iterations in which no change makes the ranks measure again. ``further_calls``: calls of the optimizer
+    beyond the first, mean per step with the plan.
+
+    The basis of later proposals: ``variation`` of the measured steps; ``baseline_profile``, the profile under the
+    baseline, None where nothing is compared; ``idle_saving_ns``, see network_cost.idle_saving_ns; ``certified``, None
+    without clipping by the norm.
     """
 
     profile: _core.Profile
@@ -38,8 +51,11 @@ class AgreedPlan:
     expectation: Expectation | None = None
     runs_as_baseline: bool = False
     hold_iterations: int = 0
-    call_ns: float = 0.0
     further_calls: float = 0.0
+    variation: StepVariation = dataclasses.field(default_factory=StepVariation)
+    baseline_profile: _core.Profile | None = None
+    idle_saving_ns: float = 0.0
+    certified: CertifiedShare | None = None
 
     @property
     def in_force(self) -> _core.Plan:
@@ -47,8 +63,8 @@ class AgreedPlan:
 
     @property
     def further_calls_ns(self) -> float:
-        """What calls of the optimizer beyond the first cost in a step with the plan in force."""
-        return 0.0 if self.runs_as_baseline else self.call_ns * self.further_calls
+        """Cost of the optimizer's calls beyond the first, in a step with the plan in force."""
+        return 0.0 if self.runs_as_baseline else self.variation.call_ns * self.further_calls
 
     @property
     def typical_step(self) -> TypicalStep:
@@ -56,9 +72,46 @@ class AgreedPlan:
             return TypicalStep(self.plan.predicted_ns, self.plan.bound_ns)
         return self.expectation.baseline if self.runs_as_baseline else self.expectation.plan
 
+    def is_same_as(self, other: "AgreedPlan") -> bool:
+        """Returns whether both have the same blocks for the same profile; they may expect different gains."""
+
+        # Not ==, since the times that a plan promises may be rounded on their way to other ranks.
+        def kind(agreed: AgreedPlan) -> tuple[Any, ...]:
+            plan, profile = agreed.plan, agreed.profile
+            return plan.mode, plan.in_flight, plan.hash(profile), agreed.runs_as_baseline, profile.to_json()
+
+        return kind(self) == kind(other)
+
+    def with_basis_of(self, other: "AgreedPlan") -> "AgreedPlan":
+        """Returns this plan with the other one's expectation and basis."""
+        names = ("expectation", "variation", "baseline_profile", "idle_saving_ns", "certified")
+        return dataclasses.replace(self, **{name: getattr(other, name) for name in names})
+
+    def log(self, group: Group, version: int) -> None:
+        """Logs the prediction, on rank 0."""
+        typical, count = self.typical_step, len(self.in_force.blocks)
+        group.info(
+            f"plan {version}: {count} blocks, {typical.step_ns / 1e6:.1f} ms per step predicted, "
+            f"lower bound {typical.bound_ns / 1e6:.1f} ms",
+        )
+        if self.expectation is not None:
+            group.info(self.expectation.sentence())
+
+    def correction_sentence(self, before: "AgreedPlan", measured: _core.Profile) -> str:
+        """Returns a log line about the costs that this plan is made for. ``measured``: the profile until now."""
+        network, former = (
+            sum(link.all_reduce.cost_ns(block.size_bytes) for block in before.in_force.blocks)
+            for link in (self.profile.link, measured.link)
+        )
+        compute = compute_ns(self.profile) / compute_ns(measured)
+        return (
+            f"with this plan the network costs {network / former:.2f} times what the warm-up measured, and compute "
+            f"takes {compute:.2f} times as long; planned again"
+        )
+
 
 def agree(group: Group, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
-    """Takes what rank 0 proposes if it is valid on every rank. Collective.
+    """Returns rank 0's proposal if it is valid on every rank. Collective.
 
     Raises on every rank if ``propose`` fails on rank 0, or if the proposal is not valid on some rank.
     """
@@ -87,7 +140,7 @@ def agree(group: Group, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
 def checkpoint_state(
     agreed: AgreedPlan, profile: _core.Profile | None, mode: str, unseen_reads: Mapping[str, UnseenRead]
 ) -> dict[str, Any]:
-    """What a checkpoint holds of the plan: strings and numbers. Before the first profile there is nothing to keep.
+    """Returns the part of a checkpoint about the plan: strings and numbers. Before the first profile it is empty.
 
     ``unseen_reads``: by name of a parameter.
     """
@@ -101,7 +154,7 @@ def checkpoint_state(
     if profile is not None:
         # The layout is that of the plan's own profile; a pinned plan's profile holds nothing else.
         state |= {"profile": profile.to_json(), "layout": agreed.profile.to_json(), "plan": agreed.plan.to_json()}
-        state["call_ns"] = agreed.call_ns
+        state["call_ns"] = agreed.variation.call_ns
         state["unseen_reads"] = list(unseen_reads)
         state["unseen_modules"] = {name: read.module for name, read in unseen_reads.items() if read.module}
     return state
@@ -110,8 +163,8 @@ def checkpoint_state(
 def reason_to_measure(
     state: dict[str, Any], sizes: GradientSizes, mode: str, here: MeasuredExchange, *, adapt: bool
 ) -> str | None:
-    """Why neither the plan of a checkpoint can be followed here, nor one made from its profile for the workers of
-    ``here``; None if one of these can. ``adapt``: the plan may be corrected later.
+    """Returns the reason why neither the plan of a checkpoint can be followed here, nor one made from its profile for
+    the workers of ``here``; None if one of these can. ``adapt``: the plan may be corrected later.
 
     Raises Error if ``state`` is not what ``checkpoint_state`` returned.
     """
@@ -144,7 +197,7 @@ def reason_to_measure(
 
 
 def unseen_reads(state: dict[str, Any]) -> dict[str, UnseenRead]:
-    """By name of a parameter, what ``checkpoint_state`` was given. Early states name no modules."""
+    """Returns the ``unseen_reads`` that ``checkpoint_state`` was given. Early states name no modules."""
     modules = {**state.get("unseen_modules", {})}
     without = UnseenRead("", "the checkpoint names no module")
     return {name: UnseenRead(modules[name]) if name in modules else without for name in state["unseen_reads"]}

@@ -1,7 +1,7 @@
 """Moves samples from slow ranks to fast ones: when, and from which batch on.
 
-All ranks hear the same step reports and weights, so they decide the same at the start of the same iteration. Then they
-tell one another how far each one's loader has drawn batches, and the new shares hold behind the farthest.
+All ranks get the same step reports and weights, so they decide the same at the start of the same iteration. Then they
+exchange how far each loader has drawn batches, and the new shares hold behind the farthest.
 
 Thread safety: ``ShareSchedule`` any thread; ``Balancing`` the training thread.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from gradcast import _core, shares
 from gradcast.errors import refused
+from gradcast.training.plan.step_meter import Iteration
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -27,7 +28,7 @@ Place = tuple[int, int]
 
 
 class ShareSchedule:
-    """Which shares hold for which batch. ``batch``: samples of all ranks together.
+    """The shares that hold for each batch. ``batch``: samples of all ranks together.
 
     ``warn_uneven``: is called before shares become uneven for the first time.
     """
@@ -64,7 +65,7 @@ class ShareSchedule:
 
 @dataclass(frozen=True)
 class SamplerCall:
-    """How a rank makes its sampler. ``settings``: by name, what all ranks give alike."""
+    """A rank's call that makes its sampler. ``settings``: by name, those that must be equal on all ranks."""
 
     schedule: "ShareSchedule"
     settings: dict[str, Any]
@@ -86,18 +87,17 @@ class Balancing:
 
     def __init__(self, schedule: ShareSchedule, group: Group) -> None:
         self._schedule, self._group = schedule, group
-        self._weights: collections.deque[tuple[float, ...]] = collections.deque()  # of the last iterations
         self._steps: collections.deque[shares.Step] = collections.deque(maxlen=schedule.every)
         self._ignored = 0  # of the next iterations
         self._before: tuple[int, ...] | None = None  # those that a change has replaced which no step has shown yet
         self._change: shares.Change | None = None
         self._pending = 0  # iterations since that change
         self._deferred = 0  # iterations for which a change of the monitor's has waited
-        self._told = False
+        self._warned = False
 
     def defers(self, change: _core.Change) -> bool:
-        """Whether this change, which the monitor has found, waits for other shares: they are agreed on, or some ranks
-        compute for other times and are not measured long enough."""
+        """Returns whether this change, found by the monitor, waits for other shares: these are agreed on, or a rank has
+        not been measured long enough."""
         if self._before is not None:
             return True
         if change.cause != "compute" or change.rank < 0 or self._deferred >= self._schedule.every:
@@ -107,24 +107,23 @@ class Balancing:
         return True
 
     def begin_session(self, exchange: GradientExchange, lag: int, turns: int) -> None:
-        """What was measured is of other parameters. Reports come ``lag`` iterations late, those of ranks that take
-        turns by up to ``turns`` - 1 more."""
+        """Forgets measurements of other parameters. Reports come ``lag`` iterations late, and up to ``turns`` - 1 more
+        if ranks take turns."""
         self._exchange, self._turns = exchange, turns
-        self._weights = collections.deque(maxlen=lag)
+        self._delay = lag + turns - 2
         self._forget()
+        self._ignored = lag
 
     def begin_iteration(
-        self, weights: Sequence[float] | None, reports: Sequence[StepReport] | None
+        self, last: Iteration | None, reported: Iteration | None, reports: Sequence[StepReport] | None
     ) -> shares.Change | None:
-        """Call this where an iteration begins, with nothing in flight. ``weights``: of the last iteration, None if it
-        had none. ``reports``: None if they are not known, or not to be used. Returns a change that the last iteration
-        was the first to show. Collective in an iteration that decides on a change."""
-        lag = self._weights.maxlen
-        self._weights.append(() if weights is None else tuple(weights))
+        """Call this where an iteration begins, with nothing in flight. ``last``: the one before. ``reported``: the one
+        that the reports are of. ``reports``: None if they are not known, or not to be used. Returns a change that the
+        last iteration was the first to show. Collective in an iteration that decides on a change."""
         if self._before is not None:
-            return self._shown(lag + self._turns - 2)
+            return self._shown(last.weights)
         self._ignored = max(0, self._ignored - 1)
-        seen = self._weights[0] if len(self._weights) == lag else ()
+        seen = reported.weights if reported is not None else ()
         if reports is None or self._ignored or not seen or min(seen) <= 0:
             return None
         busy_ns = tuple(report.facts.busy_ns for report in reports)
@@ -146,14 +145,14 @@ class Balancing:
         group.info("%s; %s", change.sentence(), what)
         self._before, self._change, self._pending = before, change, 0
 
-    def _shown(self, delay: int) -> shares.Change | None:
+    def _shown(self, last: Sequence[float]) -> shares.Change | None:
+        """``last``: weights of the last iteration."""
         self._pending += 1
-        last = self._weights[-1]
         shown = sum(last) > 0 and shares.matches(last, self._schedule.latest, self._before)
         if not shown and self._pending < _PENDING_ITERATIONS_MAX:
             return None
-        if not shown and not self._told:
-            self._told = True
+        if not shown and not self._warned:
+            self._warned = True
             self._group.warning(
                 "the shares of the ranks have changed %d steps ago, and their weights do not show it; the first tensor "
                 "that the module is given must have a row for each sample, otherwise use handle.weight(samples)",
@@ -161,7 +160,7 @@ class Balancing:
             )
         change = self._change
         self._forget()
-        self._ignored = delay  # reports of steps before the change, when they come
+        self._ignored = self._delay  # reports of steps before the change, when they come
         return change
 
     def _forget(self) -> None:
@@ -171,7 +170,7 @@ class Balancing:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """As "73, 73, 73, 37"; of many, the extremes."""
+    """Returns "73, 73, 73, 37", or the extremes of many numbers."""
     if len(numbers) <= 8:
         return ", ".join(map(str, numbers))
     return f"{min(numbers)} to {max(numbers)}"

@@ -1,4 +1,4 @@
-"""What a plan is expected to gain over DDP: said before it is followed, and compared with the measurement later."""
+"""The expected gain of a plan over DDP: logged before it is followed, and compared with the measurement later."""
 
 import dataclasses
 import statistics
@@ -14,17 +14,17 @@ from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
 
 # Below this speed-up a plan is not worth following: the baseline is the safer choice.
 _WORTHWHILE = 1 + NOTICEABLE_GAIN
-# On busy cores expectations have been too low by up to this much. Above it only a measurement can tell.
+# On busy cores expectations have been too low by up to this much. Above it only a measurement decides.
 _WORTH_TRYING = 0.95
 _COMPUTE_BOUND_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class StepVariation:
-    """How far single steps were from the profile that was made from them.
+    """The differences between single steps and the profile that was made from them.
 
     ``link``: see network_cost.cost_spread. ``compute``: see compute_cost.compute_variation; empty if no step is known.
-    ``call_ns``: what each call of the optimizer costs that forward makes, beyond the first.
+    ``call_ns``: cost of each call of the optimizer in forward beyond the first.
     """
 
     link: tuple[float, float] = (1.0, 1.0)
@@ -66,7 +66,7 @@ class Expectation:
 
     @property
     def is_worth_trying(self) -> bool:
-        """Whether to follow the plan. If it is then measured not to be faster, the monitor gives it up."""
+        """Returns whether to follow the plan. If it proves not to be faster, the monitor gives it up."""
         may_gain = self.limit >= _WORTHWHILE and self.compute_share < _COMPUTE_BOUND_SHARE
         return self.is_worthwhile or (may_gain and self.gain >= _WORTH_TRYING)
 
@@ -100,12 +100,14 @@ def expect(
     waiting_share: float = 0.0,
     *,
     read_first: Collection[str] = (),
+    reason: str | None = None,
 ) -> Expectation:
     """The expected gain of ``plan`` over ``baseline``.
 
     ``baseline_profile``: with the compute times under the baseline, which uses the network at other times.
     ``variation``: of the steps that the profiles were made from. ``waiting_share``: see typical_step, of the plan's.
-    ``read_first``: tensors that are needed before forward begins because it reads them unseen.
+    ``read_first``: tensors that are needed before forward begins because it reads them unseen. ``reason``: see
+    Expectation; None for what is found here.
     """
     pairs = [
         (
@@ -117,8 +119,7 @@ def expect(
     gains = [of_baseline.step_ns / of_plan.step_ns for of_plan, of_baseline in pairs]
     of_plan, of_baseline = pairs[0]
     limit = of_baseline.step_ns / of_plan.bound_ns
-    reason = None
-    if read_first and limit < _WORTHWHILE:
+    if reason is None and read_first and limit < _WORTHWHILE:
         free = step_profiles(_needed_last(profile, read_first), variation.compute)
         if of_baseline.step_ns / _median_bound_ns(free, plan, profile.link) >= _WORTHWHILE:
             what = "1 parameter" if len(read_first) == 1 else f"{len(read_first)} parameters"
@@ -184,8 +185,8 @@ def further_calls(profile: _core.Profile, timeline: _core.Timeline, mode: str) -
 
 
 def update_calls(profile: _core.Profile, timeline: _core.Timeline) -> int:
-    """In how many calls of the optimizer forward updates. One updates all that has arrived by then; passengers are no
-    parameters."""
+    """Returns the number of calls of the optimizer in forward. Each updates all parameters that have arrived;
+    gradcast's own tensors need no update."""
     calls, updated_ns = 0, -1.0
     for known, tensor in zip(profile.tensors, timeline.tensors, strict=True):  # in the order in which forward reads
         if tensor.arrival_ns > updated_ns and not known.name.startswith(PASSENGER_PREFIX):

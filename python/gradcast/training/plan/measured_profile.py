@@ -1,4 +1,4 @@
-"""From the measurements of all ranks to the profile that the plan is made for."""
+"""The profile of a plan, from the measurements of all ranks."""
 
 import json
 import math

@@ -1,11 +1,10 @@
-"""Alarms of a training: what the step reports say, against what the plan in force promised.
+"""Alarms of a training: the step reports against the prediction of the plan in force.
 
-All ranks hear the same reports and decide the same. What is expected stays when a training that has become slower is
-planned again, so an alarm lasts until its cause is gone. Where a link is slow, ranks tell one another what their
-connections have carried since then, which names its hosts.
+All ranks get the same reports and decide the same. The expectation stays when a training that has become slower is
+planned again, so an alarm lasts until its cause is gone. If a link is slow, ranks exchange the traffic of their
+connections since then, which names the hosts of the link.
 """
 
-import collections
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from gradcast.slow_link import Flow, slow_hosts
 from gradcast.training.measure import tcp_counters
 from gradcast.training.plan import calibration
 from gradcast.training.plan.agreement import AgreedPlan
+from gradcast.training.plan.step_meter import Iteration
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.hosts import own_host
 from gradcast.training.ranks.step_reports import StepReport
@@ -28,7 +28,7 @@ _log = logging.getLogger("gradcast")
 
 @dataclasses.dataclass(frozen=True)
 class _Expected:
-    """What an iteration should take; None if it is not predicted. ``waiting_stage``: see stage_exposure.py."""
+    """Expected times of an iteration; None if not predicted. ``waiting_stage``: see stage_exposure.py."""
 
     waiting_stage: str
     step_ms: float | None
@@ -45,13 +45,12 @@ class StepAlarms:
         *,
         on_device: bool,
     ) -> None:
-        """``lag``: reports are of so many iterations ago. ``on_device``: hosts run ahead, so how long ranks compute is
-        not known, and gradients need not travel over TCP."""
+        """``lag``: age of the reports in iterations. ``on_device``: hosts run ahead, so the compute of ranks is not
+        known, and gradients may be sent by other means than TCP."""
         self._group, self._lag, self._exchange, self._on_alarm = group, lag, exchange, on_alarm
         self._on_device = on_device
         self.alarms = Alarms(group.world_size)
         self.observed: Observation | None = None
-        self._iterations: collections.deque[_Expected | None] = collections.deque(maxlen=lag)
         self._keeps = False  # what was expected, under the next plan
         self._reference: _core.Profile | None = None
         self._factor = 1.0  # what is expected of a step over what `play` says of the reference
@@ -81,16 +80,16 @@ class StepAlarms:
             bits = 8 * sum(block.size_bytes for block in plan.blocks)
             self.alarms.link_bits = bits * leaving_share(hosts, self._exchange.form, self._exchange.wire)
 
-    def iteration_began(self, waiting_stage: str | None) -> None:
-        """``waiting_stage``: None if the iteration does not follow the plan in force."""
-        expected = None if waiting_stage is None else _Expected(waiting_stage, *self._expected_ms)
-        self._iterations.append(expected)
+    def expected(self, waiting_stage: str) -> _Expected:
+        """Returns the expectation of an iteration that follows the plan in force."""
+        return _Expected(waiting_stage, *self._expected_ms)
 
-    def hear(self, begun: int, reports: Sequence[StepReport] | None) -> None:
-        """``begun``: how many steps had ended when the last iteration began."""
-        if len(self._iterations) < self._lag or self._iterations[0] is None or reports is None:
+    def add(self, begun: int, reported: Iteration | None, reports: Sequence[StepReport] | None) -> None:
+        """``begun``: the number of steps that had ended when the last iteration began. ``reported``: the iteration that
+        the reports are of."""
+        if reported is None or reported.expected is None or reports is None:
             return
-        self.observed = self._observation(begun + 2 - self._lag, self._iterations[0], reports)
+        self.observed = self._observation(begun + 2 - self._lag, reported.expected, reports)
         alarm = self.alarms.add(self.observed)
         if not self.alarms.is_suspect(LINK):
             self._before = None
@@ -99,8 +98,8 @@ class StepAlarms:
         self._raise(alarm)
 
     def change_found(self, change: _core.Change) -> None:
-        """The monitor has found it, and a plan for it follows. Where most ranks compute longer, with larger batches for
-        one, that is what is expected from then on."""
+        """Called when the monitor has found a change, before the ranks measure again. If most ranks compute longer, for
+        example with larger batches, that is expected from then on."""
         is_worse = change.after_ns > change.before_ns
         self._keeps = is_worse and not (change.cause == "compute" and change.rank < 0)
         if is_worse and self.observed is not None:

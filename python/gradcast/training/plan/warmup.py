@@ -6,7 +6,7 @@ ends on all ranks after the same one.
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,6 +36,16 @@ _CAP_DIVISORS = (1, 1, 4, 16, 2, 64)
 _PARTS = 4
 
 
+class WarmupResult(NamedTuple):
+    """``unseen_reads``: of parameters with unseen reads on some rank. ``variation``: of the measured steps.
+    ``idle_saving_ns``: see network_cost.idle_saving_ns."""
+
+    profile: _core.Profile
+    unseen_reads: dict[int, UnseenRead]
+    variation: StepVariation = StepVariation()
+    idle_saving_ns: float = 0.0
+
+
 class Warmup(pending.Owner):
     def __init__(
         self,
@@ -57,11 +67,6 @@ class Warmup(pending.Owner):
         self._profile = measured_profile.layout_profile(sizes, order, world_size=group.world_size, name="warm-up")
         plans = warmup_plans(self._profile, mode)
         self._plans = [plans[step % len(plans)] for step in range(options.plan.warmup_steps)]
-        # Known on rank 0 once there is a profile.
-        self.variation = StepVariation()
-        self.idle_saving_ns = 0.0  # see network_cost.idle_saving_ns
-        # Known on all ranks once there is a profile: of parameters with unseen reads on some rank.
-        self.unseen_reads: dict[int, UnseenRead] = {}
         self.stopwatch = Stopwatch(self._parameters[0].device, len(self._parameters))
         self.watches_early = False  # reads between step() and forward are being watched
         self._search = ConsumerSearch(module, self._parameters, self.stopwatch.owner_started)
@@ -70,8 +75,8 @@ class Warmup(pending.Owner):
         return AgreedPlan(self._profile, self._plans[0])
 
     def watch_reads(self, on_read: Callable[[int], None], *, early: bool = False) -> None:
-        """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` then with
-        the number of parameters. ``early``: between ``step()`` and forward."""
+        """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` with the
+        number of parameters read. ``early``: between ``step()`` and forward."""
         if not early:
             self.stopwatch.watching()
             if self._options.unseen_reads == "by_module":
@@ -108,7 +113,7 @@ class Warmup(pending.Owner):
 
     @property
     def update_parts(self) -> int:
-        """In how many parts the open step updates."""
+        """The number of calls of the optimizer in the open step."""
         return _PARTS if self._steps and self._steps % 2 == 0 else 1
 
     def step_ended(self, iteration: _core.IterationRecord | None) -> AgreedPlan | None:
@@ -122,13 +127,12 @@ class Warmup(pending.Owner):
             return None
         return AgreedPlan(self._profile, self._plans[self._steps])
 
-    def profile(self, flats: Sequence[torch.Tensor]) -> _core.Profile:
-        """The profile of all ranks' measurements, the same on every rank. Collective.
+    def measured(self, flats: Sequence[torch.Tensor]) -> WarmupResult:
+        """Returns the result of all ranks' measurements, the same on every rank. Collective.
 
         ``flats``: the gradient buffers. REQUIRES: nothing is in flight.
         """
         ranks = self._group.computed_by_each(lambda: self._measured(flats), "measuring the warm-up's steps")
-        self.unseen_reads = agreed_reads([rank.unseen_reads for rank in ranks])
         return self._group.computed_by_first(lambda: self._combined(ranks), "making a profile of what was measured")
 
     def _measured(self, flats: Sequence[torch.Tensor]) -> Measurement:
@@ -140,21 +144,22 @@ class Warmup(pending.Owner):
             reads = dict.fromkeys(sorted(unseen), UnseenRead("", "options.unseen_reads says so"))
         return self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads)
 
-    def _combined(self, ranks: Sequence[Measurement]) -> _core.Profile:
+    def _combined(self, ranks: Sequence[Measurement]) -> WarmupResult:
         profile = measured_profile.combine_measurements(ranks, self._sizes)
-        if profile.link is not None:
-            hosts, wire = self._group.hosts, self._options.wire
-            form = exchange_form(hosts, wire, on_device=self._parameters[0].device.type != "cpu")
-            profile = with_exchange(profile, MeasuredExchange(hosts, form, wire))
-            samples = measured_profile.block_samples(ranks)
-            steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
-            self.variation = StepVariation(
-                network_cost.cost_spread(samples, profile.link),
-                compute_cost.compute_variation(profile, steps),
-                statistics.median(rank.call_ns for rank in ranks),
-            )
-            self.idle_saving_ns = network_cost.idle_saving_ns(samples) or 0.0
-        return profile
+        unseen = agreed_reads([rank.unseen_reads for rank in ranks])
+        if profile.link is None:
+            return WarmupResult(profile, unseen)
+        hosts, wire = self._group.hosts, self._options.wire
+        form = exchange_form(hosts, wire, on_device=self._parameters[0].device.type != "cpu")
+        profile = with_exchange(profile, MeasuredExchange(hosts, form, wire))
+        samples = measured_profile.block_samples(ranks)
+        steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
+        variation = StepVariation(
+            network_cost.cost_spread(samples, profile.link),
+            compute_cost.compute_variation(profile, steps),
+            statistics.median(rank.call_ns for rank in ranks),
+        )
+        return WarmupResult(profile, unseen, variation, network_cost.idle_saving_ns(samples) or 0.0)
 
 
 def warmup_plans(profile: _core.Profile, mode: str) -> list[_core.Plan]:

@@ -1,1 +1,1 @@
-"""What the ranks tell each other: the process group, step reports, stall and failure reports."""
+"""Communication between ranks beside gradients: process groups, agreements, step, stall and failure reports."""

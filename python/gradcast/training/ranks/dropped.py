@@ -1,8 +1,8 @@
 """Engines of models that the program has dropped without detach().
 
 The garbage collector runs on any thread, in the middle of anything, so nothing may wait there, and no lock be taken.
-It only wakes the thread of the stall watchdog, which lets the blocks that travel arrive, since other ranks may still
-wait for them, and ends the engine. The next attach, and the end of the program, wait until that has happened.
+It only wakes the thread of the stall watchdog, which lets started blocks arrive, since other ranks may still wait for
+them, and ends the engine. The next attach, and the end of the program, wait until that has happened.
 """
 
 import atexit
@@ -71,7 +71,7 @@ class EngineUse:
             _ending.remove(self)
 
     def hurry(self) -> None:
-        """What travels is given up."""
+        """Gives up the blocks in flight."""
         self._hurried.set()
 
     def _has_arrived(self) -> bool:
@@ -79,14 +79,14 @@ class EngineUse:
         or is given up."""
         quiet = 0
         while quiet < 2:  # the next block may be about to start
-            travelling = self._travelling()
-            quiet = 0 if travelling else quiet + 1
-            if travelling and self._hurried.is_set():
+            in_flight = self._in_flight()
+            quiet = 0 if in_flight else quiet + 1
+            if in_flight and self._hurried.is_set():
                 _log.warning(
                     "rank %d gives up %d blocks of a model that was dropped without handle.detach(), since other ranks "
                     "have not sent their part; call handle.detach() or handle.flush() on all ranks",
                     self.group.rank,
-                    travelling,
+                    in_flight,
                 )
                 return False
             if self.engine.busy:
@@ -97,8 +97,8 @@ class EngineUse:
             return error.code == "invalid_use"  # no iteration has begun
         return True
 
-    def _travelling(self) -> int:
-        """How many blocks have started and not finished. On a device the last two iterations may have some."""
+    def _in_flight(self) -> int:
+        """The number of started blocks that have not finished. On a device the last two iterations may have some."""
         if not self.engine.busy:
             return 0
         blocks = [block for record in self.engine.timeline()[-2:] for block in record.blocks]
@@ -111,8 +111,8 @@ _process = os.getpid()
 
 
 def end_all(within_s: float) -> None:
-    """Returns when all that was dropped has ended. ``within_s``: afterwards what travels is given up, which takes two
-    seconds more at most."""
+    """Returns when all that was dropped has ended. ``within_s``: afterwards blocks in flight are given up, within two
+    seconds more."""
     end_s, ending = time.monotonic() + within_s, list(_ending)
     for use in ending:
         use.thread.join(max(0.0, end_s - time.monotonic()))

@@ -46,7 +46,7 @@ def backend_of(process_group: Any, device_type: str) -> str:
 
 @dataclasses.dataclass(eq=False)
 class Group(RanksTogether):
-    """The ranks of one session. together.py has what they tell each other.
+    """The ranks of one session. together.py has their agreements.
 
     ``shared`` is the user's group; ``own`` carries everything that gradcast sends once it exists. ``device``: the
     module's, which may differ from the thread's current one.
@@ -75,21 +75,17 @@ class Group(RanksTogether):
         with self.naming(f"sending {what} from rank 0"):
             extension.load().copy_from_first(self.own, list(tensors))
 
-    def connect(self) -> None:
+    def connect(self, *, each_to_each: bool = False) -> None:
         """Makes NCCL connect the devices now, so that errors are raised here, and no rank connects anything in
         training. Otherwise it connects them at the first block, since with "cpu:gloo,cuda:nccl" the ranks' agreements
-        go over Gloo. Does nothing over other backends. Collective."""
+        go over Gloo. Does nothing over other backends. ``each_to_each``: for the all-to-all of a narrow wire.
+        Collective."""
         if backend_of(self.shared, self.device.type) != "nccl":
             return
         self.meet()
-        with self.naming("connecting the ranks' devices"):
-            extension.load().connect(self.own, self.device, each_to_each=False)
-
-    def connect_each_to_each(self) -> None:
-        """As ``connect``, for the all-to-all of a narrow wire. Collective."""
-        self.meet()
-        with self.naming("connecting each rank's device with each other"):
-            extension.load().connect(self.own, self.device, each_to_each=True)
+        devices = "each rank's device with each other" if each_to_each else "the ranks' devices"
+        with self.naming(f"connecting {devices}"):
+            extension.load().connect(self.own, self.device, each_to_each=each_to_each)
 
     def info(self, message: str, *arguments: Any) -> None:
         """Logs on rank 0 only, as ``warning`` does."""
@@ -210,7 +206,7 @@ def _without_group(process_group: Any) -> Group:
 
 
 def _timeout_of(group: Any, device: torch.device) -> datetime.timedelta | None:
-    """The timeout of the user's group, which new_group() would not inherit. None if the backend does not tell it."""
+    """The timeout of the user's group, which new_group() would not inherit. None if the backend does not have it."""
     return getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 class Key(NamedTuple):
-    """What has to be equal for a group to be used again. ``ranks``: global ones. The rest: see make_group."""
+    """Properties that must be equal for a group to be used again. ``ranks``: global ones. The rest: see make_group."""
 
     ranks: tuple[int, ...]
     timeout: datetime.timedelta | None
@@ -44,7 +44,7 @@ class OwnGroup:
 
 
 def operations_begun(process_group: Any) -> int | None:
-    """How many operations this rank has begun in a group. None: its backend does not count them."""
+    """Returns the number of operations that this rank has begun in a group; None if its backend does not count them."""
     backends = (process_group._get_backend(each) for each in process_group._device_types)
     try:
         return sum(each._get_sequence_number_for_group() for each in backends)
@@ -57,18 +57,18 @@ _own_groups: list[OwnGroup] = []
 
 
 def idle_groups(key: Key) -> list[OwnGroup]:
-    """Those with this key that nobody uses and in which nothing has failed. Whoever uses one sets ``idle``."""
+    """Returns the unused groups with this key in which nothing has failed. The caller sets ``idle`` of one it uses."""
     _drop_destroyed()
     return [each for each in _own_groups if each.idle and not each.has_failed and each.key == key]
 
 
 def _drop_destroyed() -> None:
-    """Those that destroy_process_group() of the program has destroyed: their threads end when nothing holds them."""
+    """Forgets groups that the program has destroyed: their threads end when nothing holds them."""
     _own_groups[:] = [each for each in _own_groups if each.process_group in dist.distributed_c10d._world.pg_map]
 
 
 def leave(process_group: Any, *, reusable: bool) -> None:
-    """Nobody uses this group any more. ``reusable``: nothing in it has failed. Does nothing for other groups."""
+    """Ends the use of a group. ``reusable``: nothing in it has failed. Does nothing for groups of the program."""
     made = find(process_group)
     if made is not None and reusable and not made.has_failed:
         made.idle = True

@@ -1,4 +1,4 @@
-"""Which ranks share a host: what each rank knows of its place, and what all of them conclude from it."""
+"""The ranks that share a host: each rank's own place, and the conclusion of all ranks from their places."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ Identity = tuple[str, str]
 
 
 class Launch(NamedTuple):
-    """What torchrun tells a rank: the number of its host, its own number there, and how many ranks are there."""
+    """torchrun's variables of a rank: the number of its host, its own number there, and the count of ranks there."""
 
     group_rank: int
     local_rank: int

@@ -1,4 +1,4 @@
-"""Which rank waits for which: reported when a step stalls, and when it has failed.
+"""Reports of the ranks that a stalled or failed step waits for.
 
 Ranks that wait report what they wait for to rank 0's status server. That needs no help from a rank that hangs or has
 ended: the ranks that have not reported are those that the others wait for. The lowest rank that has reported logs for
@@ -63,7 +63,7 @@ class StallWatchdog:
     def waiting(self, what: str | None = None) -> Iterator[None]:
         """Put this around everything that waits for other ranks.
 
-        ``what``: what is waited for, for a log line; None for what the engine waits for. Errors of the network that
+        ``what``: the object of the wait, for a log line; None for the engine's. Errors of the network that
         leave the block say what the other ranks report.
         """
         before, waiting = self._waiting, _Wait(what, time.monotonic())
@@ -156,7 +156,7 @@ class StallWatchdog:
         return path
 
     def _describe_ranks(self, reports: dict[int, Any], doing: str = "waiting") -> str:
-        """Which ranks have reported and which have not, in sentences."""
+        """Returns sentences about the ranks that have reported and those that have not."""
         silent = [rank for rank in range(self._group.world_size) if rank not in reports]
         text = f"{doing.capitalize()}: {ranks_named(sorted(reports))}"
         own = reports[self._group.rank].get("iteration")

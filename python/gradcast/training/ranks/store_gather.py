@@ -1,8 +1,8 @@
 """Small values of all ranks through the store of torch.distributed, during training.
 
 Operations of several communicators have to begin in one order on all ranks (NCCL), and a block begins when its
-gradients are ready. So what ranks tell each other while blocks may travel is no collective of any group, neither the
-program's nor gradcast's.
+gradients are ready. So while blocks may be in flight, ranks exchange values without a collective of any group, neither
+the program's nor gradcast's.
 
 Thread safety: one thread at a time.
 """
@@ -19,8 +19,8 @@ from gradcast.errors import Error
 
 _POLL_S = 0.002  # grows to the longest one while nothing comes
 _LONGEST_POLL_S = 0.5
-_LOOK_S = 0.2  # Python hears Ctrl-C in between
-_LATE_S = 5.0  # from the end of a rank's own limit until a store that does not answer is given up
+_LOOK_S = 0.2  # Python handles Ctrl-C in between
+_LATE_S = 5.0  # grace period after the timeout before the store counts as dead
 _HEARD_WITHIN_S = 10.0  # rank 0 waits for so long until all have its answer, for its store may end with it
 _NAMED = 8  # the most ranks that a sentence names
 
@@ -111,7 +111,7 @@ class StoreGather:
         raise Error(f"rank {named}{more} has not come here within {limit_s:.0f} s", "communication")
 
     def _missing_after(self, keys: Sequence[str], end_s: float) -> list[str]:
-        """Waits until all are there. Returns those that are not, in the end."""
+        """Waits until all are there. Returns the missing ones at the end."""
         missing, poll_s = list(keys), _POLL_S
         while missing := [key for key in missing if not self._store.check([key])]:
             if time.monotonic() > end_s:

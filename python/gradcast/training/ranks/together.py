@@ -1,12 +1,12 @@
-"""What the ranks of a group tell each other between steps, where all of them come to the same place.
+"""Agreements of the ranks between steps, where all of them come to the same place.
 
-What a rank sends there is an outcome: a value, or how the rank has failed. A rank that fails on the way sends that in
-place of its next value, whatever this would have been. So no rank waits for one that has left: all of them raise an
-Error that names the rank and the exception.
+Each rank sends an outcome there: a value, or its failure. A rank that fails on the way sends its failure in place of
+its next value. So no rank waits for one that has left: all of them raise an Error that names the rank and the
+exception.
 
 ``together`` is around a way that has several such places; ``computed_by_each`` and ``computed_by_first`` have one. What
-fails inside an operation of torch itself (new_group(), a broadcast) cannot be told by another one, so there the other
-ranks wait until the timeout.
+fails inside an operation of torch itself (new_group(), a broadcast) cannot be reported by another one, so the other
+ranks wait there until the timeout.
 
 Thread safety: the training thread.
 """
@@ -34,14 +34,14 @@ _log = logging.getLogger("gradcast")
 # NCCL's words in 2.28, and in 2.30.
 _SAME_GPU = re.compile("Duplicate GPU|using the same GPU")
 AGREEMENT = "the agreement between the ranks"
-_LOOK_S = 0.2  # Python hears Ctrl-C in between
-# How long a rank that was interrupted waits for the others, to tell them. Other failures wait for the group's timeout.
+_LOOK_S = 0.2  # Python handles Ctrl-C in between
+# An interrupted rank waits for the others so long, to report it. Other failures wait for the group's timeout.
 _INTERRUPTED_S = 5.0
-_SILENT_S = 30.0  # a rank that waits for longer to tell of its failure logs that
+_SILENT_S = 30.0  # a rank that waits for longer to report its failure logs that
 
 
 class Outcome(NamedTuple):
-    """What a rank sends: ``value``, or how it has failed while it did ``what``."""
+    """A rank's message: ``value``, or its ``failure`` while it did ``what``."""
 
     value: Any = None
     what: str = ""
@@ -62,30 +62,30 @@ class RanksTogether:
     device: torch.device | None
     store: StoreGather | None
     _beside_blocks: bool | None = None  # of the open ``together``, None outside
-    has_failed = False  # an operation has: nothing can be told any more
+    has_failed = False  # an operation has: nothing can be reported any more
 
     @contextlib.contextmanager
     def together(self, what: str, *, beside_blocks: bool = False) -> Iterator[None]:
-        """Around what all ranks do at the same place. What one of them raises inside, or where it is interrupted, is an
-        Error on all, also if another one has come to the end. Collective.
+        """Put this around work of all ranks at the same place. An exception or interrupt of one inside is an Error on
+        all, also if another one has come to the end. Collective.
 
         ``what``: for errors, such as "attach". Inside, the group's collectives go the same way. Another operation of
         all ranks (a new group, DDP) has to follow ``meet()``.
         """
-        if self.world_size == 1 or self._beside_blocks is not None:  # the outer one tells
+        if self.world_size == 1 or self._beside_blocks is not None:  # the outer one reports
             assert self._beside_blocks in (None, beside_blocks), "the ranks are together elsewhere"
             yield
             return
         self._beside_blocks = beside_blocks
         try:
-            with self._telling(what, beside_blocks):
+            with self._reporting(what, beside_blocks):
                 yield
                 self._outcomes(_NOTHING, beside_blocks)
         finally:
             self._beside_blocks = None
 
     def meet(self) -> None:
-        """Raises here, on all ranks, what one of them has raised inside ``together``; outside it does nothing."""
+        """Raises, on all ranks, an exception of one of them inside ``together``; outside it does nothing."""
         if self._beside_blocks is not None:
             self._outcomes(_NOTHING, self._beside_blocks)
 
@@ -96,7 +96,7 @@ class RanksTogether:
         return self._gathered(value, what, beside_blocks=False)
 
     def gather_beside_blocks(self, value: Any) -> list[Any]:
-        """As ``gather``, but through the store: blocks and the program's own collectives may be in flight. Slower."""
+        """Same as ``gather``, through the store: blocks and the program's own collectives may be in flight. Slower."""
         assert self._beside_blocks is not False, "the ranks are together in their group"
         return self._gathered(value, AGREEMENT, beside_blocks=True)
 
@@ -104,30 +104,30 @@ class RanksTogether:
         """Rank 0's value, on every rank. Collective; nothing else of ``own`` may be in flight."""
         if self.world_size == 1:
             return value
-        with self._telling(AGREEMENT, False):
+        with self._reporting(AGREEMENT, False):
             text = pickle.dumps(value) if self.rank == 0 else b""
             self._outcomes(_NOTHING, False)
         with self.naming(AGREEMENT):
             return pickle.loads(extension.load().from_first(self.own, text, device_of_messages(self.own, self.device)))
 
     def computed_by_first(self, compute: Callable[[], T], what: str = AGREEMENT) -> T:
-        """What ``compute`` returns on rank 0, on every rank. If it fails there, every rank raises. Collective, as
+        """Returns rank 0's result of ``compute``, on every rank. If it fails there, every rank raises. Collective, as
         ``from_first``. ``what``: as for ``computed_by_each``."""
         if self.world_size == 1:
             return compute()
-        with self._telling(what, False):
+        with self._reporting(what, False):
             return self.from_first(compute() if self.rank == 0 else None)
 
-    def computed_by_each(self, compute: Callable[[], T], what: str, *, beside_blocks: bool = False) -> list[T]:
-        """What ``compute`` returns on each rank, in rank order, on every rank. If it fails on one, every rank raises.
-        Collective, as ``gather`` or ``gather_beside_blocks``.
+    def computed_by_each(self, compute: Callable[[], T], what: str) -> list[T]:
+        """Returns each rank's result of ``compute``, in rank order, on every rank. If it fails on one, all raise.
+        Collective, as ``gather``.
 
         ``what``: what is computed, for errors, such as "measuring the plan's steps".
         """
         if self.world_size == 1:
             return [compute()]
-        with self._telling(what, beside_blocks):
-            return self._gathered(compute(), what, beside_blocks=beside_blocks)
+        with self._reporting(what, False):
+            return self._gathered(compute(), what, beside_blocks=False)
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -145,7 +145,7 @@ class RanksTogether:
     def _gathered(self, value: Any, what: str, *, beside_blocks: bool) -> list[Any]:
         if self.world_size == 1:
             return [value]
-        with self._telling(what, beside_blocks):
+        with self._reporting(what, beside_blocks):
             if beside_blocks or not self._by_device:
                 return self._outcomes(Outcome(value), beside_blocks, what)
             text = pickle.dumps(value)
@@ -155,8 +155,8 @@ class RanksTogether:
 
     @property
     def _by_device(self) -> bool:
-        """Whether messages need the device. One that has failed sends nothing any more, so that is told through the
-        store. (A quorum's group has none.)"""
+        """Whether messages need the device. A failed device sends nothing any more, so failures are reported through
+        the store. (A quorum's group has none.)"""
         return self.store is not None and device_of_messages(self.own, self.device).type != "cpu"
 
     def _outcomes(self, own: Outcome, beside_blocks: bool, what: str = AGREEMENT) -> list[Any]:
@@ -175,8 +175,8 @@ class RanksTogether:
         return [each.value for each in outcomes]
 
     @contextlib.contextmanager
-    def _telling(self, what: str, beside_blocks: bool) -> Iterator[None]:
-        """What fails inside is an Error on all ranks. REQUIRES: if it does not fail, messages follow on all ranks."""
+    def _reporting(self, what: str, beside_blocks: bool) -> Iterator[None]:
+        """Raises a failure inside as an Error on all ranks. REQUIRES: without one, messages follow on all ranks."""
         if self.world_size == 1:
             yield
             return
@@ -187,13 +187,13 @@ class RanksTogether:
             if self.has_failed or is_network or getattr(error, "on_all_ranks", False):
                 raise
             own = _outcome_of(error, what)
-            self._tell(own, beside_blocks, None if isinstance(error, Exception) else _INTERRUPTED_S)
+            self._report(own, beside_blocks, None if isinstance(error, Exception) else _INTERRUPTED_S)
             error.on_all_ranks = True
             if isinstance(error, Error) or not isinstance(error, Exception):
                 raise
             raise _failed(own, self.rank, self.world_size) from error
 
-    def _tell(self, own: Outcome, beside_blocks: bool, within_s: float | None) -> None:
+    def _report(self, own: Outcome, beside_blocks: bool, within_s: float | None) -> None:
         """Sends this rank's failure in place of its next message. ``within_s``: how long it waits for the others."""
 
         def send() -> None:

@@ -19,7 +19,7 @@ from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.plan import agreement
 from gradcast.training.plan.balancing import Balancing
-from gradcast.training.plan.controller import PlanController
+from gradcast.training.plan.loop import PlanLoop
 from gradcast.training.ranks.group import backend_of
 from gradcast.training.ranks.group_pool import operations_begun
 from gradcast.training.ranks.registered_memory import registered_memory
@@ -91,7 +91,7 @@ class SessionBase(TrainingSession):
         self._callbacks = callbacks
         self.on_callbacks_changed()
         self._unseen = UnseenWaits(accepted.module, self._steps, lambda: self._lock, self._warn_once)
-        self.controller = PlanController(
+        self.controller = PlanLoop(
             self.exchange, accepted.module, group, self.trace, self._waits, self.mode, options, self._clipping
         )
         self._reads = WarmupReads(self.controller, self._steps)
@@ -125,7 +125,7 @@ class SessionBase(TrainingSession):
 
     def share_out(self, balancing: Balancing) -> None:
         """The ranks' shares of a batch follow what they report."""
-        reports = self.controller.step_reports
+        reports = self.controller.meter.reports
         balancing.begin_session(self.exchange, reports.lag, reports.turns)
         self.controller.balancing = balancing
 
@@ -181,7 +181,7 @@ class SessionBase(TrainingSession):
         here = MeasuredExchange(self.group.hosts, self.exchange.form, self.exchange.wire)
         with self._lock:
             self._weights.go_on_from(state.get("mean_weight"))  # early states have none
-        adapts = self.controller.may_correct_plans
+        adapts = self.controller.proposer.may_correct
         reason = agreement.reason_to_measure(state, self.buffers, self.mode, here, adapt=adapts)
         if reason is not None:
             self.group.info("the plan of the checkpoint is not followed, this training measures for itself: %s", reason)
@@ -209,10 +209,10 @@ class SessionBase(TrainingSession):
         self.trace.span("wait", start_ns, end_ns)
         return end_ns
 
-    def _measured(self, what: str) -> contextlib.AbstractContextManager:
-        """Around what is not compute in the sense of a profile; ``what``: a method of Stopwatch."""
+    def _measured(self, category: str) -> contextlib.AbstractContextManager:
+        """Around what is not compute in the sense of a profile; ``category``: see Stopwatch.timed."""
         warmup = self.controller.warmup
-        return contextlib.nullcontext() if warmup is None else getattr(warmup.stopwatch, what)()
+        return contextlib.nullcontext() if warmup is None else warmup.stopwatch.timed(category)
 
     def _change_layout(self, change: Callable[[], None]) -> None:
         change_layout(self._states, self.exchange, change, tells=self.group.rank == 0)

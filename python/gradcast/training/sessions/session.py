@@ -6,7 +6,7 @@
  3. step/parameter_state.py    The parameter's phase is TRAVELLING from now on.
  4. step/pending.py            Its ``.grad`` is pending: any use of it waits.
  5. step/gradient_exchange.py  The engine learns that the gradient is ready, and sends blocks in the order of the plan.
- 6. plan/controller.py         The plan is one of the warm-up, the agreed one, or the DDP baseline.
+ 6. plan/loop.py               The plan is one of the warm-up, the agreed one, or the DDP baseline.
  7. step/optimizer_steps.py    ``step()`` returns at once, and the updates are due.
  8. step/optimizer_state.py    Until they run, parameters and the optimizer's state are pending, too.
  9. step/pending.py            The next forward pass reads the parameter and waits for the blocks with its gradient.
@@ -142,7 +142,7 @@ class Session(SessionBase):
     def _complete_step(self) -> bool:
         """Returns whether everything is complete. A backward pass that runs goes on, on another thread or around a
         signal handler that calls this; its gradients are not for the caller yet."""
-        self.controller.interrupted = True
+        self.controller.meter.interrupted = True
         self._steps.complete_all_updates()
         self._reads.completed()
         if self._gradients.passes.running != NO_TASK:
@@ -275,7 +275,7 @@ class Session(SessionBase):
             self._change_layout(lambda: self.controller.begin_iteration(start_ns, weights))
             measuring, on_baseline = self.controller.warmup is not None, self.controller.phase.on_baseline
             self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
-            self._consistency.check(self.controller.step_reports)
+            self._consistency.check(self.controller.meter.reports)
             self._weights.begin_step(len(self._states))
             self._iteration = self.exchange.begin()
             plan, profile = self.exchange.plan, self.exchange.profile
@@ -417,7 +417,7 @@ class Session(SessionBase):
                 self._end_step()
             elif not self._gradients.open:
                 self._steps.run_whole(number)
-            with self._measured("updating"):
+            with self._measured("update"):
                 self._steps.call_back()
             if has_ended:
                 self._reads.loop_begins()
@@ -428,7 +428,7 @@ class Session(SessionBase):
         with self._reads.around_step(number):
             self._await_gradients(self.trace.now())
             warmup = self.controller.warmup
-            with self._measured("updating"):
+            with self._measured("update"):
                 ended = self._steps.take_gradients(number, synchronous=True, parts=warmup.update_parts)
             warmup.stopwatch.updated_in(self.trace.current.update_calls)
             return ended
@@ -442,7 +442,7 @@ class Session(SessionBase):
     def _await_gradients(self, start_ns: int) -> None:
         """Waits after backward. This never counts as compute, whether gradcast or the program needs the gradients."""
         # Wherever gradients are used first, the stream that computes is ordered behind them as well.
-        with self._measured("waiting"), self._steps.stream.entered(), default_context():
+        with self._measured("wait"), self._steps.stream.entered(), default_context():
             self._gradients.wait_for_all()
         self.trace.span("wait", start_ns, self.trace.now())
 

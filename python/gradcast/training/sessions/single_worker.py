@@ -81,7 +81,7 @@ class SingleWorkerSession(TrainingSession):
     def _on_step(self, number: int) -> None:
         if self.early_clipping is not None:
             self.early_clipping.before_step()
-        with self._warmup.stopwatch.updating() if self._is_warming_up else contextlib.nullcontext():
+        with self._warmup.stopwatch.timed("update") if self._is_warming_up else contextlib.nullcontext():
             self._interceptions[number].run_whole()
         if self._is_warming_up and number == len(self._interceptions) - 1:
             self._end_step()
@@ -89,7 +89,7 @@ class SingleWorkerSession(TrainingSession):
     def _end_step(self) -> None:
         self.steps += 1
         if self._warmup.step_ended(None) is None:
-            self.profile = self._warmup.profile([])
+            self.profile = self._warmup.measured([]).profile
             self._end_warmup()
             if self.early_clipping is None:
                 self._leave_steps()

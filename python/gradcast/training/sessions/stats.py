@@ -6,7 +6,7 @@ from typing import Any
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from gradcast.training.measure.step_trace import median_ms
-from gradcast.training.plan.controller import PlanController
+from gradcast.training.plan.loop import PlanLoop
 from gradcast.training.ranks.group import Group
 
 # By group, for docs/reference/statistics.md.
@@ -71,12 +71,12 @@ def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None
     return dict.fromkeys(KEYS) | known
 
 
-def plan_stats(controller: PlanController) -> dict[str, Any]:
+def plan_stats(controller: PlanLoop) -> dict[str, Any]:
     """What a session with a plan knows besides."""
     agreed, compared, exchange = controller.agreed, controller.comparison, controller.exchange
     counters = exchange.counters()
     plan = agreed.in_force
-    records = [record for record in controller.trace.complete if record.plan is plan]
+    records = [record for record in controller.meter.trace.complete if record.plan is plan]
     values = {
         "plan_version": controller.version,
         "policy": plan.policy,
@@ -93,7 +93,7 @@ def plan_stats(controller: PlanController) -> dict[str, Any]:
         "expected_gain": None if agreed.expectation is None else agreed.expectation.gain,
         "measured_gain": compared.baseline_ns / compared.plan_ns if compared and compared.baseline_count else None,
         "slowest_rank": controller.phase.slowest_rank,
-        "exposed": controller.exposed.stats(),
+        "exposed": controller.meter.exposed.stats(),
         "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),
         "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
         "update_calls": statistics.median_high(record.update_calls for record in records) if records else None,

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from gradcast.training.measure.early_waits import Cause
-from gradcast.training.plan.controller import PlanController
+from gradcast.training.plan.loop import PlanLoop
 from gradcast.training.plan.warmup import Warmup
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState
@@ -19,9 +19,9 @@ from gradcast.training.step.parameter_state import ParameterState
 class WarmupReads:
     """The reads of one session. Does nothing outside of its warm-ups."""
 
-    def __init__(self, controller: PlanController, steps: OptimizerSteps) -> None:
+    def __init__(self, controller: PlanLoop, steps: OptimizerSteps) -> None:
         self._controller, self._states, self._steps = controller, steps.gradients.states, steps
-        self._waits, self._trace = steps.waits, controller.trace
+        self._waits, self._trace = steps.waits, controller.meter.trace
 
     @property
     def _warmup(self) -> Warmup | None:
@@ -61,7 +61,7 @@ class WarmupReads:
             return
         if not compiled:
             self._warmup.watch_reads(lambda _: self._steps.stream.on_parameter_read())
-        elif self._controller.mode == "overlap":
+        elif self._controller.proposer.mode == "overlap":
             self._warmup.read_by_compiled_model()
             self._waits.would_wait(Cause.COMPILED)
         # Norms and buffers travel behind the parameters. Forward, or its first update, needs them.

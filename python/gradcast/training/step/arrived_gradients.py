@@ -21,8 +21,8 @@ _LONG_FROZEN_STEPS = 64
 
 
 class ArrivedGradients:
-    """The gradients of ``table`` that have arrived. ``any_unusual``: this rank has not used a parameter in this step, or
-    a ``.grad`` lies apart from the buffer."""
+    """The gradients of ``table`` that have arrived. ``any_unusual``: in this step, this rank has not used a parameter,
+    or a ``.grad`` lies apart from the buffer."""
 
     any_unusual = False
 

@@ -1,0 +1,361 @@
+"""The plan loop of a session: measure, propose, agree, follow. All phases and transitions are in this file.
+
+All ranks are in the same phase, and all change it at the start of the same iteration::
+
+    phase        ends                                                     next phase
+    WarmingUp    after the last warm-up step                              Calibrating: with a plan for what was measured
+    Calibrating  after the plan's first steps: costs are as predicted     Following: with the same plan
+    Calibrating  after the plan's first steps: costs differ               Following: with a plan for the corrected costs
+    Following    when the monitor finds a change of network or compute    WarmingUp
+    Following    when clipping certifies another share of steps           Calibrating: with a plan for it, if different
+    both         when the ranks' shares of the batch have changed         Calibrating: with a plan for their compute
+    any          when a checkpoint of as many workers is loaded           Following: with its plan
+    any          when a checkpoint of other workers is loaded             Calibrating: with a plan from its profile
+    Fixed        never
+
+``Fixed`` replaces Calibrating and Following if the user has pinned a plan or turned ``adapt`` off. Calibrating is the
+beginning of Following: iterations count for its monitor.
+
+* ``WarmingUp`` measures when gradients are ready, when parameters are read, and what blocks cost (warmup.py).
+* ``Calibrating`` compares the plan's first steps with the prediction (calibration.py).
+* ``Following`` asks the monitor (include/gradcast/monitor.h), which gets the same step reports on every rank and so
+  decides the same. From time to time the monitor tries the DDP baseline for a few iterations. If the baseline is as
+  fast, or if the plan is expected to gain too little, the ranks follow the baseline: gradients are sent as DDP sends
+  them. If the shares of the batch follow the ranks' speed, a change of one rank's compute is measured again only if the
+  shares do not answer it.
+
+The proposer (proposals.py) only computes: each transition gives it the measurements, rank 0 proposes, and all ranks
+check and follow (agreement.py).
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from gradcast import _core, shares
+from gradcast.comparison.compare import compute_ns
+from gradcast.comparison.measured_exchange import MeasuredExchange
+from gradcast.training.measure.early_waits import EarlyWaits
+from gradcast.training.measure.step_trace import StepTrace
+from gradcast.training.measure.unseen_reads import UnseenRead, agreed_reads
+from gradcast.training.options import Options
+from gradcast.training.plan import agreement, calibration
+from gradcast.training.plan.agreement import AgreedPlan
+from gradcast.training.plan.balancing import Balancing
+from gradcast.training.plan.calibration import Calibration
+from gradcast.training.plan.phases import Fixed, Following, Phase, WarmingUp
+from gradcast.training.plan.proposals import PlanChange, Proposer
+from gradcast.training.plan.step_alarms import StepAlarms
+from gradcast.training.plan.step_meter import Iteration, StepMeter
+from gradcast.training.plan.warmup import Warmup
+from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.step_reports import StepReport
+from gradcast.training.step.clipping import NormClipping
+from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
+from gradcast.training.step.gradient_exchange import GradientExchange
+
+# After so many steps of a plan, and then again, the share of steps that clipping certifies is looked at.
+_SHARE_STEPS = 64
+# Another plan may be better if clipping certifies so many more or fewer steps, as a share of all.
+_OTHER_SHARE = 0.2
+
+
+class PlanLoop:
+    """``agreed``: the plan in force, in a warm-up one of its plans; ``version`` counts them. ``profile``: the measured
+    one. ``unseen_reads``: of parameters with unseen reads on some rank, in any warm-up or in the checkpoint.
+    ``comparison``: the monitor's last one with the baseline."""
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        module: nn.Module,
+        group: Group,
+        trace: StepTrace,
+        waits: EarlyWaits,
+        mode: str,
+        options: Options,
+        clipping: NormClipping | None,
+    ) -> None:
+        buffers = exchange.buffers
+        self.group, self.exchange, self._clipping = group, exchange, clipping
+        self.meter = StepMeter(exchange, trace, group)
+        certified_share_if = None if clipping is None else clipping.certified_share_if
+        self.proposer = Proposer(buffers, mode, group.world_size, options, certified_share_if, waits.reason)
+        on_device = not self.meter.sees_compute
+        self.alarms = StepAlarms(group, self.meter.reports.lag, exchange, options.watch.on_alarm, on_device=on_device)
+        self.balancing: Balancing | None = None
+        self._make_warmup = functools.partial(Warmup, buffers, module, group, mode, options)
+        self.profile: _core.Profile | None = None
+        self.unseen_reads: dict[int, UnseenRead] = {}
+        self.comparison: _core.Comparison | None = None
+        self.version = 0
+        # In the warm-up what is no gradient is sent last: it may be ready only where backward ends.
+        is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in buffers.names]
+        with self._agreeing():
+            self.phase: Phase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
+
+    @property
+    def warmup(self) -> Warmup | None:
+        """The warm-up, while it lasts."""
+        return self.phase.warmup if isinstance(self.phase, WarmingUp) else None
+
+    def release(self) -> None:
+        """Leaves the module. The plan can still be read."""
+        if self.warmup is not None:
+            self.warmup.release()
+        del self._make_warmup
+
+    def log_comparison(self) -> None:
+        """Logs the expected and the measured speed-up, if the baseline was tried."""
+        compared = self.comparison
+        if compared is None or compared.baseline_count == 0:
+            return
+        expectation = self.agreed.expectation
+        expected = "" if expectation is None else f"expected {expectation.gain:.2f}x over DDP, "
+        self.group.info(
+            f"{expected}measured {compared.baseline_ns / compared.plan_ns:.2f}x (± {compared.noise:.2f}): "
+            f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.baseline_ns / 1e6:.1f} as DDP",
+        )
+
+    # --- Measure ---
+
+    def begin_iteration(self, start_ns: int, weights: Sequence[float] | None) -> None:
+        """Decides what the iteration that begins follows. ``start_ns``: the start of its backward pass. ``weights``:
+        those of the last iteration, None if it had none. REQUIRES: nothing is in flight, except in a device's queue
+        unless ``phase.times_blocks``."""
+        trace = self.meter.trace
+        own, reports = self.meter.step_ended(start_ns, self._waiting_stage())
+        if self.meter.iterations:
+            self.meter.iterations[-1].weights = () if weights is None else tuple(weights)
+        self.alarms.add(trace.current.step if trace.current else 0, self.meter.reported, reports)
+        change = self._changed_shares(reports)
+        match self.phase:
+            case Following() if change is not None:
+                self.phase = self._plan_for_compute(change.busy_ns)
+            case WarmingUp() as phase:
+                self.phase = self._after_warmup_step(phase)
+            case Following(calibration=Calibration()) as phase:
+                self.phase = self._after_calibration_step(phase, own)
+            case Following() as phase:
+                self.phase = self._after_step(phase, reports)
+        self.meter.stamp_device(isinstance(self.phase, Following) and self.phase.calibration is not None)
+        is_usual = self.warmup is None and self.phase.on_baseline == self.agreed.runs_as_baseline
+        expected = self.alarms.expected(self._waiting_stage()) if is_usual else None
+        self.meter.iterations.append(Iteration(self.phase, self.phase.on_baseline, expected))
+
+    def _waiting_stage(self) -> str:
+        if not self.meter.sees_compute:  # on a device
+            return "forward"  # where it ends, the host waits for the blocks before those that it has just queued
+        if self.proposer.mode == "hook":
+            return "backward"
+        return "loop" if self.phase.on_baseline or self.warmup is not None else "forward"
+
+    def _changed_shares(self, reports: Sequence[StepReport] | None) -> shares.Change | None:
+        """Returns a change that is in force since the last iteration."""
+        if self.balancing is None:
+            return None
+        are_usable = self.meter.sees_compute and self.warmup is None
+        last, reported = self.meter.iterations[-1] if self.meter.iterations else None, self.meter.reported
+        change = self.balancing.begin_iteration(last, reported, reports if are_usable else None)
+        if change is not None:
+            self.alarms.shares_changed()
+        return change
+
+    # --- Transitions ---
+
+    def _after_warmup_step(self, phase: WarmingUp) -> Phase:
+        # All ranks begin equally many iterations; on one of them the loop may omit step().
+        phase.warmup.stopwatch.backward_started()
+        ended = self.exchange.timeline()
+        if not ended:
+            return phase
+        next_plan = phase.warmup.step_ended(ended[-1])
+        if next_plan is not None:
+            self._follow(next_plan)
+            return phase
+        with self._agreeing():
+            measured = phase.warmup.measured(self.exchange.buffers.flats)
+            self.profile = measured.profile
+            phase.warmup.release()
+            self._add_unseen(measured.unseen_reads)
+            agreed = self._agree(lambda: self.proposer.from_warmup(measured, phase.change))
+            following = self.start_plan(agreed)
+        if phase.change is not None:
+            self.group.info(phase.change.sentence(agreed))
+        return following
+
+    def _after_calibration_step(self, phase: Following, own: StepReport | None) -> Phase:
+        ended = self.exchange.timeline()
+        compute = self.meter.compute_of_last_step(own, self.agreed.variation.call_ns)
+        if not phase.calibration.add_step(ended[-1] if ended else None, compute):
+            return phase
+        with self._agreeing():
+            steps = phase.calibration.gather(self.group)
+            agreed = self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
+            if self._keep_if_confirmed(agreed):
+                phase.calibration = None
+                return phase
+            if agreed.profile.to_json() != self.profile.to_json():
+                self.group.info(agreed.correction_sentence(self.agreed, self.profile))
+            self.profile = agreed.profile
+            return self.start_plan(agreed, calibrates=False)
+
+    def _after_step(self, phase: Following, reports: Sequence[StepReport] | None) -> Phase:
+        decision = phase.decide(self.meter.reported, reports)
+        if decision is not None:
+            self.comparison = phase.monitor.comparison()
+            if decision.change is not None and not (self.balancing and self.balancing.defers(decision.change)):
+                return self._measure_again(decision.change)
+            self._obey(phase, decision)
+        phase.iterations += 1
+        rounds, position = divmod(phase.iterations, _SHARE_STEPS)
+        if rounds and position == 0:
+            self._ask_if_share_differs()
+        if rounds and position == 1 and self._clipping is not None and self._clipping.any_asks_for_plan:
+            return self._plan_for_certified_share(phase)
+        return phase
+
+    def _obey(self, phase: Following, decision: _core.Decision) -> None:
+        """Begins or ends a trial of the baseline, or follows it for good."""
+        if decision.on_baseline != phase.on_baseline:
+            phase.on_baseline = decision.on_baseline
+            self._activate(on_baseline=decision.on_baseline)
+        if decision.stepped_aside:
+            self.group.warning(
+                f"the DDP baseline is as fast here: {self.comparison.baseline_ns / 1e6:.1f} ms per step, "
+                f"{self.comparison.plan_ns / 1e6:.1f} with the plan; running as DDP",
+            )
+            self.agreed = dataclasses.replace(self.agreed, runs_as_baseline=True)
+            self.alarms.plan_began(self.agreed)
+            self.version += 1
+
+    def _measure_again(self, change: _core.Change) -> Phase:
+        with self._agreeing():
+            self.alarms.change_found(change)
+            phase = self._begin_warmup(self.exchange.order, PlanChange(change, self.agreed))
+            phase.warmup.stopwatch.backward_started()
+            return phase
+
+    def _ask_if_share_differs(self) -> None:
+        """Rank 0 asks all ranks to plan again if clipping certifies many more or fewer steps than when the plan was
+        made. The request is sent with the norms: ranks whose programs replace gradients or omit steps count
+        differently."""
+        certified = self.agreed.certified
+        if self.group.rank == 0 and certified is not None:
+            change = self._clipping.certified_share_if(certified.arrived) - certified.share
+            self._clipping.asks_for_plan = abs(change) >= _OTHER_SHARE
+
+    def _plan_for_certified_share(self, phase: Following) -> Phase:
+        with self._agreeing():
+            agreed = self._agree(lambda: self.proposer.from_certified_share(self.agreed))
+            self.group.info(
+                f"clipping now certifies {agreed.certified.share:.0%} of steps, {self.agreed.certified.share:.0%} when "
+                f"the plan was made; planned again: {agreed.typical_step.step_ns / 1e6:.1f} ms per step predicted, "
+                f"{self.agreed.typical_step.step_ns / 1e6:.1f} before",
+            )
+            return phase if self._keep_if_confirmed(agreed) else self.start_plan(agreed)
+
+    def _plan_for_compute(self, busy_ns: float) -> Phase:
+        """``busy_ns``: compute of the slowest rank."""
+        with self._agreeing():
+            agreed = self._agree(lambda: self.proposer.from_compute(self.agreed, busy_ns))
+            self.profile = agreed.profile
+            return self.start_plan(agreed)
+
+    def adopt(self, state: dict[str, Any], here: MeasuredExchange) -> None:
+        """Follows the plan of a checkpoint, or one made from its profile if it is of other workers than those of
+        ``here``. Collective, inside ``together``."""
+        if self.warmup is not None:
+            self.warmup.release()
+        self.profile = _core.Profile.from_json(state["profile"])
+        names, reads = self.exchange.buffers.names, agreement.unseen_reads(state)
+        self._add_unseen({names.index(name): read for name, read in reads.items()})
+        if state["world_size"] == self.group.world_size:
+            agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
+            self.phase = self.start_plan(agreed, calibrates=False, describes=False)
+            return
+        agreed = self._agree(lambda: self.proposer.for_workers(self.profile, here, state.get("call_ns", 0.0)))
+        self.profile = agreed.profile
+        self.group.info(
+            f"the profile of the checkpoint is of {state['world_size']} workers; planned for {self.group.world_size} "
+            "without measuring, and the first steps correct it",
+        )
+        self.phase = self.start_plan(agreed)
+
+    # --- Agree ---
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Around a transition to another plan: what fails on one rank raises on all. Collective."""
+        with self.exchange.watch.waiting(agreement.AGREEMENT), self.group.together(agreement.AGREEMENT):
+            yield
+
+    def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
+        return agreement.agree(self.group, propose)
+
+    def _keep_if_confirmed(self, agreed: AgreedPlan) -> bool:
+        """Keeps the plan in force if the proposal is the same one, with what is now expected of it. Returns whether it
+        is kept."""
+        if not agreed.is_same_as(self.agreed):
+            return False
+        before, self.agreed = self.agreed, self.agreed.with_basis_of(agreed)
+        self.alarms.plan_began(self.agreed, is_new=False)
+        if agreed.expectation.sentence() != before.expectation.sentence():
+            self.agreed.log(self.group, self.version)
+        return True
+
+    # --- Follow ---
+
+    def start_plan(self, agreed: AgreedPlan, *, calibrates: bool = True, describes: bool = True) -> Phase:
+        """Follows a plan made from measurements. ``calibrates``: its first steps correct it. ``describes``: logs the
+        prediction."""
+        self._follow(agreed)
+        self.alarms.plan_began(agreed)
+        self.comparison = None
+        if describes:
+            agreed.log(self.group, self.version)
+        if not self.proposer.options.plan.adapt or agreed.profile.link is None:  # a pinned plan has no link
+            return Fixed()
+        first_steps = Calibration(agreed.in_force, self.profile.link.pack_ns_per_byte) if calibrates else None
+        return Following(self._new_monitor(agreed), first_steps, on_baseline=agreed.runs_as_baseline)
+
+    def _follow(self, agreed: AgreedPlan) -> None:
+        self.agreed = agreed
+        self.version += 1
+        self._activate(on_baseline=agreed.runs_as_baseline)
+
+    def _activate(self, *, on_baseline: bool) -> None:
+        self.exchange.follow(self.agreed.profile, self.agreed.baseline if on_baseline else self.agreed.plan)
+
+    def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
+        warmup = self._make_warmup(order=order)
+        self._follow(self._agree(warmup.first_plan))
+        return WarmingUp(warmup, change)
+
+    def _new_monitor(self, agreed: AgreedPlan) -> _core.Monitor:
+        busy_ns = compute_ns(agreed.profile) + agreed.further_calls_ns
+        if not self.meter.sees_compute:
+            busy_ns = 0.0
+        elif agreed.runs_as_baseline:  # compute may take longer under the plan than under the baseline
+            busy_ns = agreed.expectation.compute_share * agreed.expectation.baseline.step_ns
+        return _core.Monitor(
+            self.group.world_size,
+            busy_ns=busy_ns,
+            link_ns=sum(calibration.planned_busy_periods_ns(agreed.in_force, agreed.profile)),
+            has_baseline=agreed.baseline is not None,
+            begins_on_baseline=agreed.runs_as_baseline,
+            hold_iterations=agreed.hold_iterations,
+        )
+
+    def _add_unseen(self, reads: dict[int, UnseenRead]) -> None:
+        self.unseen_reads = agreed_reads([self.unseen_reads, reads])
+        names = self.exchange.buffers.names
+        first = frozenset(names[index] for index, read in self.unseen_reads.items() if not read.module)
+        self.proposer = dataclasses.replace(self.proposer, read_first=first)
+        modules = {read.module for read in self.unseen_reads.values()} - {""}
+        if modules and self.proposer.mode == "overlap":
+            self.group.info(f"{len(modules)} modules wait, when they begin, for weights that they read unseen")
