@@ -51,7 +51,7 @@ class Pacing:
         if not is_number or not math.isfinite(found):
             shown = " ".join(repr(found).split())[:_TEXT_MAX]
             return f"options.local.evaluate has returned {shown}, and a finite number is expected"
-        if self._options.local.evaluate_metric == "accuracy" and not 0 <= found <= 1:
+        if self._local.evaluate_metric == "accuracy" and not 0 <= found <= 1:
             return f"options.local.evaluate has returned {found:g}, and an accuracy from 0 to 1 is expected"
         return float(found)
 
