@@ -29,8 +29,8 @@ from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport, StepReports
 from gradcast.training.step.clipping import NormClipping
-from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
 from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.step_message import StepMessage
 
 
 class PlanController:
@@ -40,6 +40,7 @@ class PlanController:
     def __init__(
         self,
         exchange: GradientExchange,
+        message: StepMessage,
         module: nn.Module,
         group: Group,
         trace: StepTrace,
@@ -52,7 +53,7 @@ class PlanController:
         self._buffers, self._module = exchange.buffers, module
         self.group, self.exchange, self.trace = group, exchange, trace
         self.mode, self._options = mode, options
-        self.step_reports = StepReports(self._buffers, group.rank, group.world_size)
+        self.step_reports = StepReports(message.own_reports, message.reports, group.rank, group.world_size)
         self.proposer = Proposer(self._buffers, mode, group.world_size, options, clipping, waits)
         # On a device the host runs ahead, so the time that the host does not wait is not compute.
         self._sees_compute = self._buffers.flats[0].device.type == "cpu"
@@ -70,10 +71,8 @@ class PlanController:
         self.version = 0
         self.interrupted = False  # how long the open iteration takes tells nothing
         self.balancing: Balancing | None = None
-        # In the warm-up what is no gradient travels last: it may be ready only where backward ends.
-        is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in self._buffers.names]
         with self.agreeing():
-            self.phase: PlanPhase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
+            self.phase: PlanPhase = self._begin_warmup(self._buffers.order_of_warmup)
 
     @property
     def warmup(self) -> Warmup | None:

@@ -10,9 +10,10 @@ import torch
 
 from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state
-from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
+from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.parameter_state import LocallyUnused, ParameterState, ParameterStates
 from gradcast.training.step.rank_consistency import RankConsistency
+from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.weights import StepWeights
 
 # More steps than a loop that alternates between frozen parts leaves one frozen, and more than a warm-up takes.
@@ -23,22 +24,30 @@ class ArrivedGradients:
     """``long_frozen``: ids of parameters that have been frozen on all ranks for many steps in a row."""
 
     def __init__(
-        self, states: ParameterStates, buffers: GradientBuffers, weights: StepWeights, consistency: RankConsistency
+        self,
+        states: ParameterStates,
+        buffers: GradientBuffers,
+        message: StepMessage,
+        weights: StepWeights,
+        consistency: RankConsistency,
     ) -> None:
-        self._states, self._buffers, self._weights, self._consistency = states, buffers, weights, consistency
+        self._states, self._buffers, self._message = states, buffers, message
+        self._weights, self._consistency = weights, consistency
         self.long_frozen: set[int] = set()
 
     def settle(self, states: list[ParameterState]) -> None:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
-        gradients have arrived."""
+        gradients and the step message have arrived."""
         native = extension.load()
-        self._consistency.on_arrival(states[0].index)
+        self._consistency.on_arrival()
         self.finish(states)
         unused = native.with_field(states, "locally_unused", None, False)
-        for state, usage in zip(unused, self._buffers.usage([state.index for state in unused]), strict=True):
+        for state, (is_used, is_frozen) in zip(
+            unused, self._message.usage([state.index for state in unused]), strict=True
+        ):
             locally_unused, state.locally_unused = state.locally_unused, None
-            self.count_frozen(state, usage)
-            if usage is not Usage.USED:
+            self.count_frozen(state, is_frozen)
+            if not is_used:
                 state.copy_due = False
                 self._restore(state, locally_unused)
         for state in native.with_field(states, "copy_due", True):
@@ -55,8 +64,8 @@ class ArrivedGradients:
             state.copy_due = False
             _copy(self._buffers.views[state.index], into=state.visible_grad)
 
-    def count_frozen(self, state: ParameterState, usage: Usage) -> None:
-        state.frozen_steps = state.frozen_steps + 1 if usage is Usage.FROZEN else 0
+    def count_frozen(self, state: ParameterState, is_frozen: bool) -> None:
+        state.frozen_steps = state.frozen_steps + 1 if is_frozen else 0
         if state.frozen_steps == _LONG_FROZEN_STEPS:
             self.long_frozen.add(id(state.parameter))
         elif state.frozen_steps == 0:

@@ -7,7 +7,7 @@ comes to ``_on_gradient``, gradient by gradient.
 Meanwhile ``.grad`` is the view of the buffer; or, for a gradient that the program keeps, the tensor that autograd has
 made, into which the sum is copied when it arrives (gradient_buffers.py, "apart").
 
-A parameter that gets no gradient in a backward pass contributes what its ``.grad`` holds, or zero, and its usage flag
+A parameter that gets no gradient in a backward pass contributes what its ``.grad`` holds, or zero, and the step message
 says that this rank has not used it. If no rank has, ``.grad`` stays what it was, as with DDP's find_unused_parameters.
 
 Thread safety: hooks run on autograd's threads, one backward pass at a time; everything else under the session's lock.
@@ -27,7 +27,6 @@ from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.arrived_gradients import ArrivedGradients
 from gradcast.training.step.clipping import NormClipping
-from gradcast.training.step.gradient_buffers import Usage
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_listener import ForwardPass, Listener
 from gradcast.training.step.module_buffers import ModuleBuffers
@@ -41,6 +40,7 @@ from gradcast.training.step.parameter_state import (
     used_inside_backward,
 )
 from gradcast.training.step.rank_consistency import RankConsistency
+from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.weights import StepWeights
 
 _NO_TASK = -1  # autograd's task id outside of backward
@@ -71,6 +71,7 @@ class GradientHooks:
         self,
         states: ParameterStates,
         exchange: GradientExchange,
+        message: StepMessage,
         weights: StepWeights,
         clipping: NormClipping | None,
         module_buffers: ModuleBuffers | None,
@@ -78,9 +79,9 @@ class GradientHooks:
     ) -> None:
         """``module_buffers``: those that travel with the gradients."""
         self.states, self.exchange, self.weights, self.clipping = states, exchange, weights, clipping
+        self.message = message
         self._buffers, self._module_buffers = exchange.buffers, module_buffers
-        self._tensor_count = len(states) + sum(each is not None for each in (clipping, module_buffers))
-        self._sent_count = 0
+        self._sent_count = 0  # of gradients
         # Autograd's task ids of outermost backward passes:
         self._task = _NO_TASK  # the one that runs, if its end is awaited
         self._open_task = _NO_TASK  # the one that has made the open gradients
@@ -96,7 +97,7 @@ class GradientHooks:
         self._places: list[Any] = []  # what the hooks know of the layout
         self.open = False
         self.values_used = False
-        self.arrived = ArrivedGradients(states, exchange.buffers, weights, consistency)
+        self.arrived = ArrivedGradients(states, exchange.buffers, message, weights, consistency)
 
     def install(self, listener: Listener) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks."""
@@ -183,7 +184,8 @@ class GradientHooks:
     @property
     def all_sent(self) -> bool:
         """False after a backward pass that has failed."""
-        return self._sent_count == self._tensor_count
+        others_sent = self.message.is_written and (self._module_buffers is None or self._module_buffers.is_written)
+        return others_sent and self._sent_count == len(self.states)
 
     @property
     def is_in_backward(self) -> bool:
@@ -284,8 +286,7 @@ class GradientHooks:
         counts = first is not None and self.weights.scale != 0
         # A rank that sends nothing is in this pass, too, and is told nothing wrong by the next one.
         signature = listener.signature(self._hooks.fingerprint(), self._forward() if counts else None)
-        self._buffers.flag_all_used(signature if counts else None)
-        self.exchange.on_flags_written()
+        self.message.begin_pass(signature if counts else None)
         parameter_state.begin_step(self.states)
         self._sent_count, self.open, self.values_used, self._open_task = 0, True, False, self._task
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
@@ -308,13 +309,15 @@ class GradientHooks:
         """The hooks are about to send a gradient that was in its view before, and not pending."""
         pending.mark([self._buffers.views[index]], self.listener)
 
-    def note_sent(self, *, ended: bool = False) -> None:
-        """Makes up for what the hooks have sent without Python. ``ended``: backward has, perhaps by failing."""
+    def note_sent(self, *, ended: bool = False, succeeded: bool = False) -> None:
+        """Makes up for what the hooks have sent without Python. ``ended``: backward has."""
         if ended:
             self._hooks.disarm()
         indices, norms = self._hooks.take_sent()
         if self.clipping is not None:
             self.clipping.take_norms(indices, norms)
+        if succeeded and not self.message.is_written and self._sent_count + len(indices) == len(self.states):
+            self._send_message()  # before all else, as a block waits for it
         if indices:
             self._enter(indices)
         if ended:
@@ -328,7 +331,7 @@ class GradientHooks:
         for state in native.with_other_field(sent, "visible_grad", views):
             self.states.set_visible_grad(state, state.update_grad)
         for state in native.with_field(sent, "frozen_steps", 0, False):
-            self.arrived.count_frozen(state, Usage.USED)
+            self.arrived.count_frozen(state, False)
         self._sent_count += len(sent)
         parameter_state.depart(sent, None)  # pending already
 
@@ -388,13 +391,13 @@ class GradientHooks:
         if self.clipping is not None:
             self.clipping.on_sent(state)
         listener = self.listener
+        self._sent_count += 1
         parameter_state.depart([state], listener)
         if state.locally_unused is None:
-            self.arrived.count_frozen(state, Usage.USED)
+            self.arrived.count_frozen(state, False)
         self._send_tensor(state.index, listener, used=state.locally_unused is None)
 
     def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
-        self._sent_count += 1
         listener.on_gradient_sent(index, used=used)
         self.exchange.ready(index)
 
@@ -410,21 +413,27 @@ class GradientHooks:
                 state.parameter.grad = self._buffers.views[state.index].zero_()
             self._put_into_buffer(state)
             self._send(state)
-        if self.clipping is not None:
-            self.clipping.write_norms()
-            self._send_tensor(self.clipping.index, self.listener, used=True)
+        if not self.message.is_written:
+            self._send_message()
         if self._module_buffers is not None and self._module_buffers.on_backward_end():
             self._send_tensor(self._module_buffers.index, self.listener, used=True)
         self._used_unsynchronized.clear()
+
+    def _send_message(self) -> None:
+        """REQUIRES: all gradients have been sent."""
+        if self.clipping is not None:
+            self.clipping.write_norms()
+        self.message.write()
+        self._send_tensor(self.message.index, self.listener, used=True)
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:
         gradient, view = state.parameter.grad, self._buffers.views[state.index]
         was_view = gradient is view
         state.locally_unused = LocallyUnused(view.clone() if was_view else gradient, was_view)
         if failed:
-            self._buffers.flag_failed(state.index)
+            self.message.flag_failed(state.index)
         else:
-            self._buffers.flag_unused(state.index, frozen=not state.parameter.requires_grad)
+            self.message.flag_unused(state.index, frozen=not state.parameter.requires_grad)
         self.exchange.keep_residual(state.index)
 
     def _on_backward_failure(self, task: int) -> None:
@@ -435,7 +444,7 @@ class GradientHooks:
     def _on_backward_end(self, task: int) -> None:
         if task != self._task:
             return
-        self.note_sent(ended=True)
+        self.note_sent(ended=True, succeeded=True)
         # The pass may have made none of the gradients, while those of an earlier one wait for step().
         has_gradients = self.open and self._ended_task != self._open_task
         if has_gradients:
