@@ -12,7 +12,6 @@ import argparse
 import os
 import statistics
 import time
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,7 @@ from gradcast.diagnosis.observe.loader import LoaderTimer
 from gradcast.diagnosis.observe.observer import Observer
 from gradcast.training.measure.stage_exposure import StageExposure
 from gradcast.training.measure.step_trace import StepRecord
-from gradcast.training.ranks.step_reports import StepReport, StepReports
-from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
+from gradcast.training.ranks.step_reports import REPORT_ELEMENTS, StepReport, StepReports
 
 _RANKS = (2, 8, 32, 1024)
 _STEPS = 200
@@ -35,11 +33,9 @@ _LAYERS, _WIDTH = 20, 32
 
 def always_on_us(rank_count: int) -> float:
     """Median microseconds of one rank's step."""
-    buffers, others = (
-        SimpleNamespace(reports=torch.zeros(REPORT_ELEMENTS), findings=lambda: torch.zeros(2)) for _ in range(2)
-    )
-    own = StepReports(buffers, 0, rank_count)
-    writers = [StepReports(others, rank, rank_count) for rank in range(1, rank_count)]
+    sent, other, sums = torch.zeros(3, REPORT_ELEMENTS)
+    own = StepReports(sent, lambda: sums, 0, rank_count)
+    writers = [StepReports(other, lambda: sums, rank, rank_count) for rank in range(1, rank_count)]
     exposed, record = StageExposure(), StepRecord(0, 0, None, None, 0)
     record.spans += [("backward", 0, 40_000_000), ("forward", 60_000_000, 90_000_000)]
     taken = []
@@ -49,7 +45,7 @@ def always_on_us(rank_count: int) -> float:
         for rank, notes in enumerate(writers, start=1):
             facts = _core.RankFacts(step_ns=1e8, busy_ns=7e7 + 1e5 * rank + step, link_ns=5e7)
             notes._write(StepReport(facts, {"backward": 4e7, "loop": 2e7 + 1e5 * rank, "forward": 4e7}))
-            written += others.reports
+            written += other
             notes._iteration += 1
         start_ns = time.perf_counter_ns()
         facts = _core.RankFacts(step_ns=1e8, busy_ns=7e7 + step, link_ns=5e7)
@@ -57,7 +53,7 @@ def always_on_us(rank_count: int) -> float:
         if known is not None:
             exposed.add(known)
         taken.append(time.perf_counter_ns() - start_ns)
-        buffers.reports.add_(written)
+        torch.add(sent, written, out=sums)
     assert exposed.stats() is not None, "not all ranks' notes have come"
     return statistics.median(taken[_STEPS // 2 :]) / 1e3
 

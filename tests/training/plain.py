@@ -20,7 +20,7 @@ def average_by_blocks(parameters: dict[str, nn.Parameter], layout: Sequence, blo
     buffers = _flat_buffers(layout)
     views = {}
     for place in layout:
-        if place.name == "gradcast.module_buffers":
+        if place.name.startswith("gradcast."):
             continue
         size = place.dtype.itemsize
         parameter = parameters[place.name]
@@ -40,7 +40,7 @@ def _flat_buffers(layout: Sequence) -> dict[int, torch.Tensor]:
     ends: dict[int, int] = {}
     types = {}
     for place in layout:
-        # With what lies behind each gradient and travels, too.
+        # With the padding, and all else that is sent.
         ends[place.buffer] = max(ends.get(place.buffer, 0), place.end_bytes)
         types[place.buffer] = place.dtype
     return {buffer: torch.zeros(end // types[buffer].itemsize, dtype=types[buffer]) for buffer, end in ends.items()}

@@ -12,7 +12,7 @@ from training.needs import torch
 from training.ours import Ours
 
 pytest.importorskip("training.needs")
-from gradcast.training.step.gradient_buffers import REPORT_ELEMENTS
+from gradcast.training.step.step_message import REPORT_ELEMENTS, SIGNATURE_ELEMENTS
 
 
 def follow(rank, mode, steps):
@@ -48,9 +48,10 @@ def check_stats(ours, world_size):
     json.dumps(stats)
     known = ("step", "mode", "world_size", "policy")
     assert [stats[name] for name in known] == [8, ours.handle.mode, world_size, "p3"]
-    # Behind each gradient its mark, behind one of them the notes; all begin at multiples of 32 bytes.
-    parameter_bytes = sum(32 * -(4 * (p.numel() + 1) // -32) for p in ours.bare.parameters())
-    assert stats["bytes"] == stats["gradient_buffer_bytes"] == parameter_bytes + 4 * REPORT_ELEMENTS
+    # Gradients, and the step message with a flag for each; all begin at multiples of 32 bytes.
+    counts = [p.numel() for p in ours.bare.parameters()]
+    total = sum(32 * -(4 * n // -32) for n in (*counts, len(counts) + SIGNATURE_ELEMENTS + REPORT_ELEMENTS))
+    assert stats["bytes"] == stats["gradient_buffer_bytes"] == total
     assert stats["blocks"] >= 1
     assert min(stats["packed_bytes"], stats["record_bytes"], stats["plan_version"]) >= 0
     assert 0 < stats["bound_ms"] <= stats["predicted_ms"] * (1 + 1e-9)

@@ -7,6 +7,7 @@ import pytest
 import gradcast
 from conftest import link_of
 from gradcast import _core
+from training.needs import torch
 from training.plan.test_adapt import WARMUP_STEPS, train_both
 from training.profiles import compute_steps, profile_of
 
@@ -18,6 +19,7 @@ from gradcast.training.measure.step_trace import Stamp, StepRecord
 from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.plan import calibration, candidates, measured_profile, proposals
 from gradcast.training.plan.calibration import Calibration, corrected_compute, planned_busy_periods_ns
+from gradcast.training.step.gradient_buffers import GradientSizes
 
 CALIBRATION_STEPS = 9
 
@@ -28,9 +30,7 @@ def measured_by(*compute_ms):
     return Measurement([1e6], [0.0], steps, [[Sample(100, 1e6)]], pack_ns_per_byte=0.0)
 
 
-ONE_TENSOR = mock.Mock(
-    names=["only"], parameters=[mock.Mock(shape=[25])], buffer_of=[0], bytes_of=lambda _: 100, unit_bytes_of=lambda _: 4
-)
+ONE_TENSOR = GradientSizes(["only"], [torch.empty(24)])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -41,8 +42,6 @@ def load(rank, mode, path):
     """Goes on from the checkpoint, beside DDP that does the same."""
     twins = Twins(rank, "plain", "adam plain", mode=mode, policy="fifo")
     state = torch.load(path)
-    if mode == "hook":  # as the first release saved it
-        del state["gradcast"]["version"]
     for module, optimizer, _ in twins.each():
         module.load_state_dict(state["module"])
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would share its tensors
@@ -112,9 +111,30 @@ def test_other_numbers_of_hosts_are_planned_for_at_once(ranks, tmp_path, mode):
     assert ranks.run(2, load_on_hosts, mode, path) == [[]] * 2
 
 
+SAVED_EARLIER = Path(__file__).parent / "saved_earlier"  # of the plain model, by a version without a step message
+
+
+@on_ranks(2)
+def test_what_an_earlier_version_has_saved_is_measured_again(rank):
+    state = json.loads((SAVED_EARLIER / "state.json").read_text())
+    plan = str(SAVED_EARLIER / "plan.json")
+    found = []
+    for given in (state, {key: value for key, value in state.items() if key != "version"}, None):
+        twins = Twins(rank, plan=plan if given is None else None)
+        with heard() as lines:
+            if given is not None:
+                twins.handle.load_state_dict(given)
+            twins.train(6)
+        said = [line for line in lines if "version of gradcast" in line and "measures" in line]
+        found += [] if (len(said) == 1) == (rank.index == 0) else lines
+        found += [] if twins.handle.profile is not None and not twins.handle.measuring else ["no plan"]
+        found += twins.end()
+    return found
+
+
 CHANGES = {
     "half a plan": {"plan": '{"gradcast"'},
-    "another version": {"version": 2},
+    "another version": {"version": 3},
     "too early": {"plan": None},
     "names of another model": {"unseen_reads": ["nobody"]},
 }

@@ -6,7 +6,9 @@ from unittest import mock
 
 import pytest
 
-from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
+from gradcast.training.step.gradient_buffers import GradientBuffers
+from gradcast.training.step.step_message import StepMessage, message_tensor
+from training import compare
 from training.attached import not_refused
 from training.bomb import Bomb
 from training.needs import torch
@@ -15,6 +17,7 @@ from training.step.test_graph_changes import branches
 
 # Where each rank fails: gradients come from the head down, so that they have some of them, others than each other.
 PLACES = ("trunk", "left")
+USED, NOBODY, FROZEN = (True, False), (False, False), (False, True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -73,38 +76,54 @@ def test_where_one_rank_fails_alone_the_others_do_not_train_on(rank, mode):
             optimizer.step()
 
     train(7)
+    twins.handle.flush()
     if rank.index == 1:
         fail(twins, "trunk")
         return not_refused(lambda: train(3), code="communication")
-    train(1)  # waits for what rank 1 brings with its next pass
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    # Waits for what rank 1 brings with its next pass.
     found = not_refused(lambda: train(3), "in iteration 7 the backward pass of another rank failed")
-    twins.handle.detach()  # the other one would wait for it
-    return found
+    found += not_refused(twins.handle.detach, "in iteration 7")  # all the same: the other one would wait for it
+    return found + compare.trees([parameter.detach() for parameter in module.parameters()], before, "updated")
 
 
-def flags(dtype, world_size=2):
-    buffers = GradientBuffers(["a", "b", "c"], [torch.zeros(3, dtype=dtype)] * 3, world_size)
-    buffers.flag_all_used()
-    return buffers
+def messages(dtype, world_size=2):
+    """Two that say of three parameters that they are used, and a function that adds the second to the first."""
+    parameters = [torch.zeros(3, dtype=dtype)] * 3
+    sent = [*parameters, message_tensor(parameters, with_norms=False)]
+    buffers = [GradientBuffers(list("abcm"), sent, world_size) for _ in range(2)]
+    found = [StepMessage(each, 3, world_size) for each in buffers]
+    for message in found:
+        message.begin_pass(None)
+
+    def add(times=1):
+        for message in found:
+            message.write()
+        buffers[0].flats[0].mul_(times).add_(buffers[1].flats[0])
+
+    return *found, add
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_of_usage_flags_shows_a_failure(dtype):
-    buffers, other = flags(dtype), flags(dtype)
-    assert buffers.findings().tolist() == [0.0, 0.0]
+    message, other, add = messages(dtype)
+    add()
+    assert message.findings().tolist() == [False, False]
     other.flag_failed(0)
-    buffers.flats[0] += other.flats[0]
-    assert buffers.findings().tolist() == [1.0, 0.0]
-    assert buffers.usage([0, 1, 2]) == [Usage.FAILED, Usage.USED, Usage.USED]
+    add()
+    assert message.findings().tolist() == [True, False]
+    assert message.usage([0, 1, 2]) == [NOBODY, USED, USED]
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 4096, 16384])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_of_usage_flags_distinguishes_frozen_from_unused(dtype, world_size):
-    buffers, one_used = flags(dtype, world_size), flags(dtype, world_size)
-    for index in range(3):
-        buffers.flag_unused(index, frozen=index == 0)
-    buffers.flats[0] *= world_size  # every rank says the same
-    assert buffers.usage([0, 1, 2]) == [Usage.FROZEN, Usage.UNUSED, Usage.UNUSED]
-    one_used.flats[0] += buffers.flats[0]
-    assert one_used.usage([0, 1, 2]) == [Usage.USED] * 3
+    unused, one_used, add = messages(dtype, world_size)
+    for message in (unused, one_used):
+        for index in range(3):
+            message.flag_unused(index, frozen=index == 0)
+    add(world_size - 1)
+    assert unused.usage([0, 1, 2]) == [FROZEN, NOBODY, NOBODY]
+    one_used.begin_pass(None)
+    add(world_size - 1)
+    assert unused.usage([0, 1, 2]) == [USED] * 3

@@ -69,9 +69,7 @@ class FragmentExchange:
         """Opens an iteration. REQUIRES: all fragments of the last one have arrived."""
         self.exchange.wait_until_idle()  # for the engine's own record of the last block
         self._follow(first)
-        self._buffers.flag_all_used()
         self.exchange.begin()
-        self.exchange.on_flags_written()
         count = len(self._fragments.indices)
         self.left = collections.deque((first + position) % count for position in range(count))
 

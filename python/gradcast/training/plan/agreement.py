@@ -20,7 +20,8 @@ from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientSizes
 
 AGREEMENT = "the agreement on the plan"
-STATE_VERSION = 1  # of handle.state_dict()
+# Of handle.state_dict(). Up to 1, usage flags lay behind the gradients; the first release wrote none.
+STATE_VERSION = 2
 
 
 class CertifiedShare(NamedTuple):
@@ -169,7 +170,7 @@ def reason_to_measure(
     Raises Error if ``state`` is not what ``checkpoint_state`` returned.
     """
     try:
-        if state.get("version", STATE_VERSION) != STATE_VERSION:  # the first release wrote none
+        if state.get("version", 1) != STATE_VERSION:
             return "it was saved by another version of gradcast"
         if state["plan"] is None:
             return "it was saved before its plan was made"

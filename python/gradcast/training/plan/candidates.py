@@ -75,6 +75,8 @@ def choose_plan(profile: _core.Profile, mode: str, options: Options) -> _core.Pl
 
 
 def _made_plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options: Options) -> _core.Plan:
+    if options.plan.policy != _core.DEFAULT_POLICY:
+        profile = measured_profile.with_message_joined(profile)
     return _core.make_plan(
         profile,
         link,

@@ -55,8 +55,8 @@ from gradcast.training.plan.warmup import Warmup
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport
 from gradcast.training.step.clipping import NormClipping
-from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
 from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.step_message import StepMessage
 
 # After so many steps of a plan, and then again, the share of steps that clipping certifies is looked at.
 _SHARE_STEPS = 64
@@ -72,6 +72,7 @@ class PlanLoop:
     def __init__(
         self,
         exchange: GradientExchange,
+        message: StepMessage,
         module: nn.Module,
         group: Group,
         trace: StepTrace,
@@ -82,7 +83,7 @@ class PlanLoop:
     ) -> None:
         buffers = exchange.buffers
         self.group, self.exchange, self._clipping = group, exchange, clipping
-        self.meter = StepMeter(exchange, trace, group)
+        self.meter = StepMeter(exchange, message, trace, group)
         certified_share_if = None if clipping is None else clipping.certified_share_if
         self.proposer = Proposer(buffers, mode, group.world_size, options, certified_share_if, waits.reason)
         on_device = not self.meter.sees_compute
@@ -93,10 +94,8 @@ class PlanLoop:
         self.unseen_reads: dict[int, UnseenRead] = {}
         self.comparison: _core.Comparison | None = None
         self.version = 0
-        # In the warm-up what is no gradient is sent last: it may be ready only where backward ends.
-        is_gradient = [not name.startswith(PASSENGER_PREFIX) for name in buffers.names]
         with self._agreeing():
-            self.phase: Phase = self._begin_warmup(sorted(range(len(is_gradient)), key=is_gradient.__getitem__))
+            self.phase: Phase = self._begin_warmup(buffers.order_of_warmup)
 
     @property
     def warmup(self) -> Warmup | None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from gradcast import _core
 from gradcast.comparison.powersgd import with_shapes
-from gradcast.files import with_fields
+from gradcast.files import tensor_fields, with_fields
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.measure.unseen_reads import agreed_reads
 from gradcast.training.step.gradient_buffers import GradientSizes
+from gradcast.training.step.step_message import MESSAGE_NAME
 
 
 def layout_profile(sizes: GradientSizes, order: Sequence[int], *, world_size: int, name: str) -> _core.Profile:
@@ -29,6 +30,7 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
     """One profile of all ranks' measurements.
 
     Gradients are ready when they are on the slowest rank, since a block needs every rank's. Other times are medians.
+    The step message is ready with the last gradient, and needed with the first.
     """
     count = len(sizes.names)
     link = None
@@ -40,22 +42,27 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
     update_ns = statistics.median(each.update_ns for each in typical)
     total = sum(sizes.bytes_of(index) for index in range(count))
     unseen = agreed_reads([rank.unseen_reads for rank in ranks])
-    tensors = []
+    ready_ns, need_ns = [], []
     for index in range(count):
-        ready_ns = max(rank.ready_ns[index] for rank in ranks)
+        ready_ns.append(max(rank.ready_ns[index] for rank in ranks))
         # Forward waits for a parameter before it begins, if it reads that unseen and not inside a known module.
         needed_first = index in unseen and not unseen[index].module
         needs_ns = [rank.need_ns[index] for rank in ranks if index not in unseen or index in rank.unseen_reads]
-        need_ns = 0.0 if needed_first else statistics.median(needs_ns)
-        tensors.append(
-            _tensor(
-                sizes,
-                index,
-                ready_ns=round(min(ready_ns, backward_ns)),
-                need_ns=round(min(need_ns, forward_ns)),
-                update_ns=round(update_ns * sizes.bytes_of(index) / total),
-            )
+        need_ns.append(0.0 if needed_first else statistics.median(needs_ns))
+    if MESSAGE_NAME in sizes.names:  # a single worker has none
+        message = sizes.names.index(MESSAGE_NAME)
+        ready_ns[message] = max(ready_ns[index] for index in range(count) if sizes.is_gradient(index))
+        need_ns[message] = min(need_ns)
+    tensors = [
+        _tensor(
+            sizes,
+            index,
+            ready_ns=round(min(ready_ns[index], backward_ns)),
+            need_ns=round(min(need_ns[index], forward_ns)),
+            update_ns=round(update_ns * sizes.bytes_of(index) / total),
         )
+        for index in sizes.order_of_warmup
+    ]
     profile = _core.Profile(
         name="measured",
         forward_ns=math.ceil(forward_ns),
@@ -74,6 +81,17 @@ def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
     """The warm-up's samples, step by step, each of all ranks together."""
     steps = zip(*(rank.blocks for rank in ranks), strict=True)
     return [sample for step in steps for sample in network_cost.combined(step)]
+
+
+def with_message_joined(profile: _core.Profile) -> _core.Profile:
+    """The profile if the step message were a part of the tensor behind it in its buffer. Plans for one of the two are
+    plans for the other: for policies that send whole tensors, which would give the message an operation of its own."""
+    message, *others = tensor_fields(profile)
+    if message["name"] != MESSAGE_NAME:
+        return profile
+    joined = next(each for each in others if each["buffer"] == message["buffer"])
+    joined |= {"bytes": joined["bytes"] + message["bytes"], "ready_ns": message["ready_ns"]}
+    return with_fields(profile, tensors=others)
 
 
 def replace_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:

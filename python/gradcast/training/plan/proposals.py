@@ -5,6 +5,7 @@ Pure: a proposal depends on measurements, options and the shares that clipping c
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ from gradcast.training.plan.calibration import CalibrationSteps
 from gradcast.training.plan.candidates import best_for_steps, choose_plan
 from gradcast.training.plan.expectation import StepVariation, expect, further_calls
 from gradcast.training.plan.warmup import WarmupResult
-from gradcast.training.step.clipping import NORMS_NAME
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientSizes
+from gradcast.training.step.step_message import MESSAGE_NAME
+
+_log = logging.getLogger("gradcast")
 
 _BASELINE_TOLERANCE = 0.002
 _ANY_LINK = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1, beta_ns_per_byte=1)])
@@ -98,8 +101,9 @@ class Proposer:
         """Returns the plan that the user has pinned, or one for the measured profile. ``change``: why it was measured
         again."""
         path, profile = self.options.plan.path, measured.profile
-        if path is not None:
-            return pinned_proposal(path, self.sizes, self._modes, self.world_size)
+        pinned = path and pinned_proposal(path, self.sizes, self._modes, self.world_size)
+        if pinned:
+            return pinned
         plan = self._choose(profile, measured.variation)
         hold_iterations = 0 if change is None else change.hold_iterations(profile, plan)
         return self._proposal(
@@ -227,10 +231,10 @@ def _corrected_link(agreed: AgreedPlan, profile: _core.Profile, steps: Calibrati
 
 def arrived_with_first(profile: _core.Profile, plan: _core.Plan) -> set[str]:
     """Names of the tensors that have arrived when clipping decides: with the first parameter that forward reads, and
-    with the norms of what the ranks have sent."""
+    with the norms of what the ranks have sent, in the step message."""
     first = next(tensor.name for tensor in profile.tensors if not tensor.name.startswith(PASSENGER_PREFIX))
     touched = [set(tensor_names(profile, block)) for block in plan.blocks]
-    last = max(number for number, names in enumerate(touched) if names & {first, NORMS_NAME})
+    last = max(number for number, names in enumerate(touched) if names & {first, MESSAGE_NAME})
     return set().union(*touched[: last + 1]) - set().union(*touched[last + 1 :])
 
 
@@ -240,6 +244,7 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     Among nearly equal sizes those that make the fewest buckets are taken. They are compared with one bucket in flight:
     with more, `play` hides the start-up cost of one behind another, and busy hosts do not.
     """
+    profile = measured_profile.with_message_joined(profile)
     candidates = [(ddp_baseline.plan(profile, caps, in_flight=1), caps) for caps in ddp_baseline.TUNED_CAPS_BYTES]
     near_ns = (1 + _BASELINE_TOLERANCE) * min(plan.predicted_ns for plan, _ in candidates)
     near = [each for each in candidates if each[0].predicted_ns <= near_ns]
@@ -253,13 +258,14 @@ def rehearse(sizes: GradientSizes, mode: str, options: Options) -> None:
     if options.plan.path is not None:
         pinned_proposal(options.plan.path, sizes, modes, world_size=1)
         return
-    profile = measured_profile.layout_profile(sizes, range(len(sizes.names)), world_size=2, name="rehearsal")
+    profile = measured_profile.layout_profile(sizes, sizes.order_of_warmup, world_size=2, name="rehearsal")
     for each in modes:
         choose_plan(measured_profile.replace_link(profile, _ANY_LINK), each, options)
 
 
-def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world_size: int) -> AgreedPlan:
-    """The plan of a file, with the layout that it was made for. Raises Error if it was made for another model."""
+def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world_size: int) -> AgreedPlan | None:
+    """The plan of a file, with the layout that it was made for; None for that of an earlier version of gradcast. Raises
+    Error if it was made for another model."""
     plan, made_with = load_plan(path)
     names = sizes.names
     tensors = made_with.get("tensors")
@@ -269,6 +275,13 @@ def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world
             "from the file of handle.save_profile(), with `gradcast dev plan`",
             "invalid_plan",
         )
+    if MESSAGE_NAME not in tensors:
+        _log.warning(
+            "the plan of %s was made by an earlier version of gradcast, which laid gradients out in another way; this "
+            "training measures and plans for itself: save its plan in place of that one",
+            path,
+        )
+        return None
     if sorted(tensors) != sorted(names):
         differing = sorted(set(tensors) ^ set(names)) or sorted(tensors)
         raise Error(

@@ -14,6 +14,7 @@ from gradcast.training.measure.step_trace import Stamp, StepTrace
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReport, StepReports
 from gradcast.training.step.gradient_exchange import GradientExchange
+from gradcast.training.step.step_message import StepMessage
 
 
 @dataclasses.dataclass
@@ -32,10 +33,10 @@ class StepMeter:
     step early, so its times are not reported. ``sees_compute``: False on a device, where the host runs ahead, so its
     time outside of waits is not compute."""
 
-    def __init__(self, exchange: GradientExchange, trace: StepTrace, group: Group) -> None:
+    def __init__(self, exchange: GradientExchange, message: StepMessage, trace: StepTrace, group: Group) -> None:
         device = exchange.buffers.flats[0].device
         self._exchange, self.trace = exchange, trace
-        self.reports = StepReports(exchange.buffers, group.rank, group.world_size)
+        self.reports = StepReports(message.own_reports, message.reports, group.rank, group.world_size)
         self.iterations: collections.deque[Iteration] = collections.deque(maxlen=self.reports.lag)
         self.exposed = StageExposure()
         self.interrupted = False

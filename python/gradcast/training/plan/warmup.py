@@ -165,6 +165,7 @@ class Warmup(pending.Owner):
 def warmup_plans(profile: _core.Profile, mode: str) -> list[_core.Plan]:
     """DDP's buckets, from the last tensor to the first, in several sizes."""
     total = sum(tensor.bytes for tensor in profile.tensors)
+    profile = measured_profile.with_message_joined(profile)
     link = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1, beta_ns_per_byte=1)])
     plans = []
     for divisor in _CAP_DIVISORS:

@@ -36,6 +36,7 @@ from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.sent_tensors import sent_tensors
+from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.unseen_waits import UnseenWaits
 from gradcast.training.step.weights import GivenWeights, StepWeights
 
@@ -63,18 +64,26 @@ class SessionBase(TrainingSession):
         self.exchange = GradientExchange(self.buffers, group, options, self._table)
         self.trace = StepTrace(options.watch.timeline_steps)
         self._waits = EarlyWaits(self.trace, len(self._states), self._warn_once)
-        self._consistency = RankConsistency(self.exchange, group, options.compare_every)
+        message = StepMessage(self.buffers, len(self._states), group.world_size)
+        self._consistency = RankConsistency(self.exchange, message, group, options.compare_every)
         index = list(sent).index(BUFFERS_NAME) if BUFFERS_NAME in sent else None
         self._module_buffers = ModuleBuffers(modules, index, self.exchange, group) if modules else None
         self._weights = StepWeights(given, self.exchange, group)
         self._clipping = None
         if options.clip.norm is not None:
             self._clipping = clipping.NormClipping(
-                self._states, self.buffers, options, group.world_size, self._weights.factor
+                self._states, self.buffers, message, options, group.world_size, self._weights.factor
             )
         travelling = None if index is None else self._module_buffers
         self._gradients = GradientHooks(
-            self._states, self._table, self.exchange, self._weights, self._clipping, travelling, self._consistency
+            self._states,
+            self._table,
+            self.exchange,
+            message,
+            self._weights,
+            self._clipping,
+            travelling,
+            self._consistency,
         )
         by_value = None if options.clip.value is None else clipping.ValueClipping(options)
         self._steps = OptimizerSteps(
@@ -92,7 +101,7 @@ class SessionBase(TrainingSession):
         self.on_callbacks_changed()
         self._unseen = UnseenWaits(accepted.module, self._steps, lambda: self._lock, self._warn_once)
         self.controller = PlanLoop(
-            self.exchange, accepted.module, group, self.trace, self._waits, self.mode, options, self._clipping
+            self.exchange, message, accepted.module, group, self.trace, self._waits, self.mode, options, self._clipping
         )
         self._reads = WarmupReads(self.controller, self._steps)
 

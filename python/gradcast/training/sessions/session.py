@@ -2,7 +2,7 @@
 
  1. step/gradient_hooks.py     A hook behind the gradient that autograd has made scales it: in ordinary steps, up to 5,
                                that of csrc/transport/torch/accumulation_hooks.cc.
- 2. step/gradient_buffers.py   It lies in a flat buffer, before a flag: has this rank used the parameter?
+ 2. step/gradient_buffers.py   It lies in a flat buffer.
  3. step/parameter_state.py    The parameter's phase is TRAVELLING from now on.
  4. step/pending.py            Its ``.grad`` is pending: any use of it waits.
  5. step/gradient_exchange.py  The engine learns that the gradient is ready, and sends blocks in the order of the plan.
@@ -250,7 +250,7 @@ class Session(SessionBase):
         # A device's values are not read. In hook mode only the program knows when it updates: no pass counts on there.
         if self.exchange.on_device:
             fingerprint = self.steps if self.mode == "overlap" else self._iteration
-        return self._consistency.begin_pass(fingerprint, forward)
+        return self._consistency.begin_pass(self._iteration, fingerprint, forward)
 
     def on_backward_begin(self) -> None:
         with self._lock:
@@ -275,7 +275,7 @@ class Session(SessionBase):
             self._change_layout(lambda: self.controller.begin_iteration(start_ns, weights))
             measuring, on_baseline = self.controller.warmup is not None, self.controller.phase.on_baseline
             self._waits.begin_step(now_ns, measuring=measuring, counts=self.mode == "overlap" and not on_baseline)
-            self._consistency.check(self.controller.meter.reports)
+            self._consistency.check()
             self._weights.begin_step(len(self._states))
             self._iteration = self.exchange.begin()
             plan, profile = self.exchange.plan, self.exchange.profile

@@ -11,9 +11,10 @@ import torch
 
 from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state
-from gradcast.training.step.gradient_buffers import GradientBuffers, Usage
+from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.parameter_state import LocallyUnused, ParameterState
 from gradcast.training.step.rank_consistency import RankConsistency
+from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.weights import StepWeights
 
 # More steps than a loop that alternates between frozen parts leaves one frozen, and more than a warm-up takes.
@@ -27,9 +28,15 @@ class ArrivedGradients:
     any_unusual = False
 
     def __init__(
-        self, table: Any, buffers: GradientBuffers, weights: StepWeights, consistency: RankConsistency
+        self,
+        table: Any,
+        buffers: GradientBuffers,
+        message: StepMessage,
+        weights: StepWeights,
+        consistency: RankConsistency,
     ) -> None:
-        self._table, self._buffers, self._weights, self._consistency = table, buffers, weights, consistency
+        self._table, self._buffers, self._message = table, buffers, message
+        self._weights, self._consistency = weights, consistency
 
     @property
     def long_frozen(self) -> set[int]:
@@ -38,15 +45,16 @@ class ArrivedGradients:
 
     def settle(self, states: list[ParameterState]) -> None:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
-        gradients have arrived."""
-        self._consistency.on_arrival(states[0].index)
+        gradients and the step message have arrived."""
+        self._consistency.on_arrival()
         self.finish(states)
         unusual = extension.load().unusual(states) if self.any_unusual else []
         unused = [state for state in unusual if state.locally_unused is not None]
-        for state, usage in zip(unused, self._buffers.usage([state.index for state in unused]), strict=True):
+        usage = self._message.usage([state.index for state in unused])
+        for state, (is_used, is_frozen) in zip(unused, usage, strict=True):
             locally_unused, state.locally_unused = state.locally_unused, None
-            state.frozen_steps = state.frozen_steps + 1 if usage is Usage.FROZEN else 0
-            if usage is not Usage.USED:
+            state.frozen_steps = state.frozen_steps + 1 if is_frozen else 0
+            if not is_used:
                 state.copy_due = False
                 self._restore(state, locally_unused)
         for state in unusual:

@@ -11,6 +11,7 @@ result. A norm therefore lies within ``_growth``, and the bound of one tensor is
 
 * by the growth of each rank's own norm, which may be too small, and that of torch's norm of s, which may be too large;
 * by (1 + eps)^W for the W additions that made s, and on a 16-bit wire by (1 + eps)^2 for its two roundings;
+* by the same once more for the sum of the norms, with the eps of the dtype that they are sent in;
 * by a small absolute amount for what underflows.
 
 docs/internals/clipping.md includes this text.
@@ -35,11 +36,18 @@ class ClipCertificate:
     """The bounds for one set of parameters. All norms are 1-d float64 tensors on the parameters' device, by index."""
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, world_size: int, wire: str
+        self,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        world_size: int,
+        wire: str,
+        sent_dtype: torch.dtype,
     ) -> None:
+        """``sent_dtype``: in which the ranks send their norms."""
         self._norm_type = norm_type
         device = parameters[0].device
-        pairs = [_inflation(parameter, norm_type, world_size, wire) for parameter in parameters]
+        pairs = [_inflation(parameter, norm_type, world_size, wire, sent_dtype) for parameter in parameters]
         self._factors, self._offsets = torch.tensor(pairs, dtype=torch.float64, device=device).unbind(1)
         types = [torch.finfo(dtype) for dtype in {parameter.dtype for parameter in parameters}]
         self._eps = eps = max(info.eps for info in types)
@@ -51,7 +59,7 @@ class ClipCertificate:
     def bounds(self, sums: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         """Upper bounds of the norms that torch computes for what arrives. ``sums``: of the ranks' own norms. What
         arrives is multiplied by ``factor``."""
-        bounds = sums * self._factors + self._offsets
+        bounds = sums.double() * self._factors + self._offsets
         # One more rounding of each element, and one more underflow.
         return bounds if factor == 1.0 else bounds * (factor * (1 + self._eps)) + self._offsets
 
@@ -68,24 +76,32 @@ class ClipCertificate:
         return self.total(bounds) <= self._limit
 
 
-def _inflation(parameter: torch.Tensor, norm_type: float, world_size: int, wire: str) -> tuple[float, float]:
+def _inflation(
+    parameter: torch.Tensor, norm_type: float, world_size: int, wire: str, sent_dtype: torch.dtype
+) -> tuple[float, float]:
     """What the sum of the ranks' norms must be multiplied by, and then increased by."""
     dtype, count = parameter.dtype, parameter.numel()
-    info = torch.finfo(dtype)
     # torch's kernel for the 2-norm of these types; all others add up element by element.
     is_vectorized = norm_type == 2 and dtype in (torch.float32, torch.bfloat16) and parameter.is_contiguous()
     adds = _longest_sum(count, parameter.device, is_vectorized=is_vectorized)
-    norm = _growth(adds, norm_type, dtype) * (1 + info.eps)
-    factor = norm**2 * (1 + info.eps) ** world_size
-    smallest = info.tiny * info.eps
-    if dtype == torch.float32 and wire in _WIRE_DTYPES:
-        info = torch.finfo(_WIRE_DTYPES[wire])
-        factor *= (1 + info.eps) ** 2
-        smallest = max(smallest, info.tiny * info.eps)
+    norm = _growth(adds, norm_type, dtype) * (1 + torch.finfo(dtype).eps)
+    sums, smallest = _of_sum(dtype, world_size, wire)
+    sums_of_norms, smallest_norm = _of_sum(sent_dtype, world_size, wire)
+    factor = norm**2 * sums * sums_of_norms
     # Of each element's sum, twice, and of each rank's norm.
     spread = count if norm_type == 1 else math.sqrt(count)
-    offset = 4 * world_size * factor * (spread * (smallest + _SQUARE_UNDERFLOW) + smallest)
+    offset = 4 * world_size * factor * (spread * (smallest + _SQUARE_UNDERFLOW) + smallest + smallest_norm)
     return factor * (1 + _SLACK), offset
+
+
+def _of_sum(dtype: torch.dtype, world_size: int, wire: str) -> tuple[float, float]:
+    """The largest ratio of the exact sum over the ranks to the one that arrives, and what may count as 0 in it."""
+    info = torch.finfo(dtype)
+    ratio, smallest = (1 + info.eps) ** world_size, info.tiny * info.eps
+    if dtype == torch.float32 and wire in _WIRE_DTYPES:
+        info = torch.finfo(_WIRE_DTYPES[wire])
+        ratio, smallest = ratio * (1 + info.eps) ** 2, max(smallest, info.tiny * info.eps)
+    return ratio, smallest
 
 
 def _growth(adds: float, norm_type: float, dtype: torch.dtype) -> float:

@@ -27,16 +27,9 @@ from gradcast.training.step import pending
 from gradcast.training.step.clip_certificate import CERTIFIED_NORM_TYPES, ClipCertificate
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.parameter_state import ParameterState
+from gradcast.training.step.step_message import StepMessage
 
-# The name of the tensor in profiles and plans that holds the norms of what each rank sends.
-NORMS_NAME = "gradcast.gradient_norms"
 _RECORDED_STEPS = 64
-
-
-def norms_tensor(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor of the size and type of what a rank sends: its norms, and whether it asks for a plan. float64, so that
-    no wire rounds them."""
-    return torch.empty(len(parameters) + 1, dtype=torch.float64, device=parameters[0].device)
 
 
 def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
@@ -123,31 +116,32 @@ class ValueClipping:
 class NormClipping(pending.Owner):
     """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` in pieces.
 
-    ``index``: of the tensor with the ranks' norms, behind the parameters in the buffers. ``done``: the gradients of the
-    open step are clipped, or certainly need not be. ``asked``: the program has asked for that before ``step()``.
-    ``total_norm``: of the last clipped step, before clipping. ``norm_type``: as torch knows it. ``asks_for_plan``: with
-    its next norms, this rank asks all ranks to plan again. ``may_certify``: otherwise the plan waits for all gradients,
-    because certificates gain nothing.
+    ``done``: the gradients of the open step are clipped, or certainly need not be. ``asked``: the program has asked for
+    that before ``step()``. ``total_norm``: of the last clipped step, before clipping. ``norm_type``: as torch knows it.
+    ``asks_for_plan``: with its next norms, this rank asks all ranks to plan again. ``may_certify``: otherwise the plan
+    waits for all gradients, because certificates gain nothing.
     """
 
     def __init__(
         self,
         states: Sequence[ParameterState],
         buffers: GradientBuffers,
+        message: StepMessage,
         options: Options,
         world_size: int,
         factor: Callable[[], float],
     ) -> None:
         """``factor``: waits for what the sums of the open step are multiplied by."""
-        self._states, self._buffers, self._factor = states, buffers, factor
+        self._states, self._buffers, self._message, self._factor = states, buffers, message, factor
         self._max_norm, self.norm_type = options.clip.norm, float(options.clip.norm_type)
         self._unasked = options.clip.unasked
-        self.index = len(states)
         self._certificate = None
         # The certificate does not know what rounding has left of earlier gradients.
         if self.norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
             parameters = [state.parameter for state in states]
-            self._certificate = ClipCertificate(parameters, self._max_norm, self.norm_type, world_size, options.wire)
+            self._certificate = ClipCertificate(
+                parameters, self._max_norm, self.norm_type, world_size, options.wire, message.norms.dtype
+            )
         self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of what has arrived
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
@@ -161,18 +155,18 @@ class NormClipping(pending.Owner):
     # --- Sending ---
 
     def write_norms(self, sent: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Writes the norms of what this rank sends into the buffer. ``sent``: of each gradient, by parameter."""
-        by_index = dict(sent)
-        norms = torch.stack([by_index[state.index] for state in self._states])
-        self._buffers.views[self.index][:-1].copy_(norms)
-        self._buffers.views[self.index][-1].fill_(float(self.asks_for_plan))
+        """Writes the norms of what this rank sends into the message, and whether it asks for a plan. ``sent``: of each
+        gradient, by parameter."""
+        by_index, norms = dict(sent), self._message.norms
+        norms[:-1].copy_(torch.stack([by_index[state.index] for state in self._states]))
+        norms[-1].fill_(float(self.asks_for_plan))
         self.asks_for_plan = False
 
     @property
     def any_asks_for_plan(self) -> bool:
         """Whether a rank has asked for a plan with the last norms; the same on all ranks. On a device the host waits
-        for the answer. REQUIRES: the norms have arrived, and no new ones are written."""
-        return bool(self._buffers.views[self.index][-1] > 0)
+        for the answer. REQUIRES: the message has arrived, and no new one is written."""
+        return bool(self._message.norms[-1] > 0)
 
     # --- Receiving ---
 
@@ -240,7 +234,7 @@ class NormClipping(pending.Owner):
 
     def certify(self) -> None:
         """Sets ``certified`` if clipping certainly changes nothing. On a device the host waits until that is known.
-        REQUIRES: the norms (``index``) have arrived, ``compute_norms`` was called for gradients that have, and all
+        REQUIRES: the message has arrived, ``compute_norms`` was called for gradients that have, and all
         updates of the step are due."""
         with torch.no_grad():
             self.certified = self._have_expected_layout() and bool(self._certificate.hold(self._bounds(self._norms)))
@@ -342,7 +336,7 @@ class NormClipping(pending.Owner):
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
         """Bounds of all norms: the known ones, and for the others those that follow from what the ranks have sent."""
-        bounds = self._certificate.bounds(self._buffers.views[self.index][:-1], self._factor())
+        bounds = self._certificate.bounds(self._message.norms[:-1], self._factor())
         for state in self._states:
             # If no rank has used the parameter, what its .grad was before the step counts.
             before = state.locally_unused.grad_before if state.locally_unused is not None else None
@@ -357,7 +351,7 @@ class NormClipping(pending.Owner):
 
     def _have_expected_layout(self) -> bool:
         """Whether torch computes each norm over memory in the parameter's order, which the bound's rounding assumes."""
-        apart = [self._states[index] for index in self._buffers.apart if index < self.index]
+        apart = [self._states[index] for index in self._buffers.apart]
         with torch._C.DisableTorchFunctionSubclass():
             return all(
                 state.visible_grad is not None

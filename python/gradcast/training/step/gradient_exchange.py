@@ -126,12 +126,6 @@ class GradientExchange:
             self._transport.send_residual(*self._kept_residuals.pop(), sends=True)
         return iteration
 
-    def on_flags_written(self) -> None:
-        """Usage flags were written all over the buffers, on a device perhaps on another stream than the gradients."""
-        if self._on_device:
-            for buffer, flat in enumerate(self.buffers.flats):
-                self._transport.on_written(buffer, 0, flat.nbytes)
-
     def ready(self, index: int) -> None:
         """The gradient of this parameter is in its view."""
         place = self.places[index]

@@ -6,7 +6,7 @@ backward ends, and for what is not ordinary: ``_on_gradient``.
 Meanwhile ``.grad`` is the view of the buffer; or, for a gradient that the program keeps, the tensor that autograd has
 made, into which the sum is copied when it arrives (gradient_buffers.py, "apart").
 
-A parameter that gets no gradient in a backward pass contributes what its ``.grad`` holds, or zero, and its usage flag
+A parameter that gets no gradient in a backward pass contributes what its ``.grad`` holds, or zero, and the step message
 says that this rank has not used it. If no rank has, ``.grad`` stays what it was, as with DDP's find_unused_parameters.
 
 Thread safety: hooks run on autograd's threads, one backward pass at a time; everything else under the session's lock.
@@ -36,6 +36,7 @@ from gradcast.training.step.parameter_state import (
     used_inside_backward,
 )
 from gradcast.training.step.rank_consistency import RankConsistency
+from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.weights import StepWeights
 
 
@@ -65,6 +66,7 @@ class GradientHooks:
         states: list[ParameterState],
         table: Any,
         exchange: GradientExchange,
+        message: StepMessage,
         weights: StepWeights,
         clipping: NormClipping | None,
         module_buffers: ModuleBuffers | None,
@@ -73,15 +75,14 @@ class GradientHooks:
         """``module_buffers``: those that travel with the gradients."""
         self.states, self.table = states, table
         self.exchange, self.weights, self.clipping = exchange, weights, clipping
-        self._module_buffers = module_buffers
+        self.message, self._module_buffers = message, module_buffers
         self.passes = BackwardPasses()
-        self._others_sent = 0  # of this step, beside the gradients
         self._checked_task = NO_TASK  # the last one before which accumulated gradients were checked
         self._hooked_by_program: list[ParameterState] = []
         self._used_unsynchronized: set[int] = set()  # parameters used by backward passes inside no_sync()
         self.open = False
         self.values_used = False
-        self.arrived = ArrivedGradients(table, exchange.buffers, weights, consistency)
+        self.arrived = ArrivedGradients(table, exchange.buffers, message, weights, consistency)
 
     def install(self, listener: Listener) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks."""
@@ -148,8 +149,8 @@ class GradientHooks:
     @property
     def all_sent(self) -> bool:
         """False after a backward pass that has failed."""
-        others = sum(each is not None for each in (self.clipping, self._module_buffers))
-        return self.table.sent_count + self._others_sent == len(self.states) + others
+        others_sent = self.message.is_written and (self._module_buffers is None or self._module_buffers.is_written)
+        return others_sent and self.table.sent_count == len(self.states)
 
     def forget_unsynchronized(self) -> None:
         self._used_unsynchronized.clear()
@@ -232,10 +233,9 @@ class GradientHooks:
         counts = first is not None and self.weights.scale != 0
         # A rank that sends nothing is in this pass, too, and is told nothing wrong by the next one.
         signature = listener.signature(self.table.fingerprint(), self.passes.forward if counts else None)
-        self.exchange.buffers.flag_all_used(signature if counts else None)
-        self.exchange.on_flags_written()
+        self.message.begin_pass(signature if counts else None)
         parameter_state.begin_step(self.table, WeakHook(self._on_timed) if listener.times_gradients else None)
-        self._others_sent, self.open, self.values_used, self.arrived.any_unusual = 0, True, False, False
+        self.open, self.values_used, self.arrived.any_unusual = True, False, False
         if self._module_buffers is not None and self._module_buffers.on_backward_begin():
             self._send_tensor(self._module_buffers.index, listener, used=True)
 
@@ -294,7 +294,6 @@ class GradientHooks:
             self.exchange.ready(index)  # raises what has failed
 
     def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
-        self._others_sent += 1
         listener.on_gradient_sent(index, used=used)
         self.exchange.ready(index)
 
@@ -311,21 +310,27 @@ class GradientHooks:
             self._place(state)
             if state.locally_unused is not None:  # the parameter may turn out to have no gradient
                 pending.mark([state.parameter], self.listener, gradients_known=False)
-        if self.clipping is not None:
-            self.clipping.write_norms(self.table.take_norms())
-            self._send_tensor(self.clipping.index, self.listener, used=True)
+        if not self.message.is_written:
+            self._send_message()
         if self._module_buffers is not None and self._module_buffers.on_backward_end():
             self._send_tensor(self._module_buffers.index, self.listener, used=True)
         self._used_unsynchronized.clear()
+
+    def _send_message(self) -> None:
+        """REQUIRES: all gradients have been sent."""
+        if self.clipping is not None:
+            self.clipping.write_norms(self.table.take_norms())
+        self.message.write()
+        self._send_tensor(self.message.index, self.listener, used=True)
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:
         gradient, view = state.parameter.grad, self.exchange.buffers.views[state.index]
         was_view = gradient is view
         state.locally_unused = LocallyUnused(view.clone() if was_view else gradient, was_view)
         if failed:
-            self.exchange.buffers.flag_failed(state.index)
+            self.message.flag_failed(state.index)
         else:
-            self.exchange.buffers.flag_unused(state.index, frozen=not state.parameter.requires_grad)
+            self.message.flag_unused(state.index, frozen=not state.parameter.requires_grad)
         self.exchange.keep_residual(state.index)
 
     def _on_backward_failure(self, task: int) -> None:

@@ -30,7 +30,8 @@ def buffers_tensor(modules: Sequence[nn.Module], device: torch.device) -> torch.
 
 
 class ModuleBuffers:
-    """``index``: of the tensor that travels, behind the parameters in the gradient buffers; None if there is none."""
+    """``index``: of the tensor that is sent, behind the parameters in the gradient buffers; None if there is none.
+    ``is_written``: in the open step."""
 
     def __init__(
         self, modules: Sequence[nn.Module], index: int | None, exchange: GradientExchange, group: Group
@@ -40,25 +41,25 @@ class ModuleBuffers:
         self._parts = {module: _Part(module) for module in modules}
         self._buffers, self._exchange, self._group = exchange.buffers, exchange, group
         self._layout: object = None  # that of the parts' slots
-        self._is_written = False  # in the open step
+        self.is_written = False
         self._unchanged: dict[int, torch.Tensor] = {}  # before the borrowed forward pass that runs
         # Checkpoints run forward again inside backward. Until the first pass has shown whether they do: None.
         self._changes_in_backward: bool | None = None
 
     def on_backward_begin(self) -> bool:
         """Returns whether the buffers are in their tensor, which travels from now on. REQUIRES: nothing travels."""
-        self._is_written = False
+        self.is_written = False
         for part in self._parts.values():
             part.look()
         if self._changes_in_backward is False:
             self._write()
-        return self._is_written
+        return self.is_written
 
     def on_backward_end(self) -> bool:
         """As ``on_backward_begin``, if the tensor does not travel yet; otherwise False."""
         changed = [part.look() for part in self._parts.values()]
         self._changes_in_backward = bool(self._changes_in_backward) or any(changed)
-        if self._is_written:
+        if self.is_written:
             return False
         self._write()
         return True
@@ -118,7 +119,7 @@ class ModuleBuffers:
         self._parts.clear()
 
     def _write(self) -> None:
-        self._is_written = True
+        self.is_written = True
         self._follow_layout()
         if self._group.rank != 0:
             self._buffers.views[self.index].zero_()

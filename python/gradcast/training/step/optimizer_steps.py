@@ -254,7 +254,7 @@ class OptimizerSteps:
         if clipping is None or clipping.done:
             self._note_arrived(indices)
         elif clipping.certifies and clipping.may_certify and all(state.is_update_due for state in self._states):
-            self._note_arrived([*indices, clipping.index])
+            self._note_arrived(indices)
             with self._trace.timed("update"), interrupts.after_this():
                 if not clipping.done:
                     self._take_norms(self._states)
@@ -265,8 +265,8 @@ class OptimizerSteps:
             self._arrived.update(range(len(self._states)))
 
     def _note_arrived(self, indices: Sequence[int]) -> None:
-        with self._trace.timed("wait"):
-            self._arrived.update(self._exchange.wait(indices))
+        with self._trace.timed("wait"):  # the message tells whether the ranks' gradients belong together
+            self._arrived.update(self._exchange.wait([self.gradients.message.index, *indices]))
             self.gradients.weights.receive()
         self._arrived.update(self._exchange.newly_arrived())
 

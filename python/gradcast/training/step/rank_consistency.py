@@ -2,12 +2,13 @@
 passes that only some ranks run.
 
 The error is raised by the operation that finds it and by every later step: training must not go on with such ranks.
+Passes are checked when the step message arrives (step_message.py), before an update uses the sums; on a device the host
+does not wait for that, and finds it one step later.
 
 A rank that runs a pass more than the others (for saliency maps, say) averages its gradients with those of the others'
 next pass, and nobody waits in vain. So each pass has a **signature**: the module's mode (training or evaluation), and
-how many passes were reduced since the parameters last changed, modulo 4. It is sent behind each gradient
-(gradient_buffers.py) as three bits, each as two elements: the bit and its opposite. If the sums of both are above 0,
-ranks differ.
+how many passes were reduced since the parameters last changed, modulo 4. The step message has it as three bits, each
+as two elements: the bit and its opposite. If the sums of both are above 0, ranks differ.
 
 Thread safety: under the session's lock.
 """
@@ -18,12 +19,12 @@ import torch
 
 from gradcast import _core
 from gradcast.errors import Error, refused
+from gradcast.training.compat.later_read import LaterRead
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.ranks.group import Group
-from gradcast.training.ranks.step_reports import StepReports
-from gradcast.training.step.gradient_buffers import differ
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_listener import ForwardPass
+from gradcast.training.step.step_message import StepMessage
 
 _NAMES_SHOWN = 3
 _ONE_PASS = (
@@ -35,63 +36,61 @@ _ONE_PASS = (
 class RankConsistency:
     """Finds such errors, and remembers the first one."""
 
-    def __init__(self, exchange: GradientExchange, group: Group, compare_every: int) -> None:
+    def __init__(self, exchange: GradientExchange, message: StepMessage, group: Group, compare_every: int) -> None:
         """``compare_every``: as in Options."""
-        self._exchange, self._group = exchange, group
+        self._exchange, self._message, self._group = exchange, message, group
         self._compare_every = compare_every
         self._error: Error | None = None
         self._failed_here: set[int] = set()  # iterations in which this rank's own backward pass has failed
         self._fingerprint: int | None = None  # of the parameters when the last pass began
         self._passes = 0  # that were reduced with these parameters, before the one that is open
-        self._is_unchecked = False  # the signature of the open pass
+        self._findings = LaterRead()
+        # The iteration of the open pass, and which pass it is since the parameters changed, until its message arrives.
+        self._unchecked: tuple[int, int] | None = None
 
     def on_backward_failure(self, iteration: int) -> None:
         self._failed_here.add(iteration)
 
-    def begin_pass(self, fingerprint: int, forward: ForwardPass | None) -> Sequence[float]:
+    def begin_pass(self, iteration: int, fingerprint: int, forward: ForwardPass | None) -> Sequence[float]:
         """The signature of a pass that begins. ``fingerprint``: another one when parameters have changed. ``forward``:
         whose output the pass goes through; the mode of one that was not seen is not compared."""
         self._passes = self._passes + 1 if fingerprint == self._fingerprint else 0
-        self._fingerprint, self._is_unchecked = fingerprint, not self._exchange.on_device
+        self._fingerprint, self._unchecked = fingerprint, (iteration, self._passes + 1)
         mode = (0.0, 0.0) if forward is None else (float(forward.training), float(not forward.training))
         bits = self._passes & 1, self._passes >> 1 & 1
         return *mode, *(float(each) for bit in bits for each in (bit, 1 - bit))
 
-    def on_arrival(self, index: int) -> None:
-        """The gradient of this parameter has arrived. Raises, on every rank, if the ranks are in different passes. On a
-        device, ``check`` finds that later, so that the host need not wait."""
-        if not self._is_unchecked:
-            return
-        if bool(differ(self._exchange.buffers.signature(index))):
-            self._error = self._error or refused(
-                f"this is backward pass number {self._passes + 1} of this rank since its parameters last changed, and "
-                "another rank is in another one, or in another mode (train() or eval()): their gradients do not belong "
-                f"together. {_ONE_PASS}"
-            )
-            raise self._error
-        self._is_unchecked = False
-
-    def check(self, reports: StepReports) -> None:
-        """At the beginning of an iteration, from what the ranks have reported.
-
-        A failure on all ranks may be caught by all, and nothing has happened. A failure on some of them leaves the
-        others with partial sums.
+    def on_arrival(self) -> None:
+        """The step message has arrived. Raises, on every rank, if the ranks are in different passes, and on the others
+        if a pass has failed on some ranks. One that has failed on all of them may be caught by all.
         """
-        failed_iteration = reports.failed_iteration
-        if reports.differing_iteration is not None and self._error is None:
-            self._error = refused(
-                f"in iteration {reports.differing_iteration} the ranks were in different backward passes, or in "
-                f"different modes (train() or eval()), and have used the sum. {_ONE_PASS}"
-            )
-        if failed_iteration is not None and failed_iteration not in self._failed_here and self._error is None:
-            self._error = refused(
-                f"in iteration {failed_iteration} the backward pass of another rank failed, so its gradients are "
-                "missing in the sums, and the ranks' parameters differ now; let an error inside backward (out of "
-                "memory, for example) end the training, or let all ranks skip that step, and continue from the last "
-                "checkpoint"
-            )
+        if self._unchecked is not None:
+            found = self._findings.exchange(self._message.findings(), self._unchecked)
+            self._unchecked = None
+            if found is not None and self._error is None:
+                self._error = self._error_of(found[0], *found[1])
+        self.check()
+
+    def check(self) -> None:
+        """Raises the error that was found."""
         if self._error is not None:
             raise self._error
+
+    def _error_of(self, findings: Sequence[float], iteration: int, number: int) -> Error | None:
+        failed, differing = findings
+        if differing:
+            return refused(
+                f"iteration {iteration} was backward pass number {number} of this rank since its parameters last "
+                "changed, and another rank was in another one, or in another mode (train() or eval()): their gradients "
+                f"do not belong together. {_ONE_PASS}"
+            )
+        if failed and iteration not in self._failed_here:
+            return refused(
+                f"in iteration {iteration} the backward pass of another rank failed, so its gradients are missing in "
+                "the sums; let an error inside backward (out of memory, for example) end the training, or let all "
+                "ranks skip that step, and continue from the last checkpoint"
+            )
+        return None
 
     def is_comparison_due(self, iteration: int) -> bool:
         """Counts iterations, of which all ranks have the same number."""

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from gradcast.training.options import Options
-from gradcast.training.step import clipping
 from gradcast.training.step.module_buffers import BUFFERS_NAME, buffers_tensor
+from gradcast.training.step.step_message import MESSAGE_NAME, message_tensor
 
 
 def sent_tensors(
@@ -15,8 +15,7 @@ def sent_tensors(
 ) -> dict[str, torch.Tensor]:
     """By name, each with the size and type of what is sent. ``modules``: those whose buffers are sent."""
     sent: dict[str, torch.Tensor] = dict(parameters)
-    if options.clip.norm is not None:
-        sent[clipping.NORMS_NAME] = clipping.norms_tensor(list(parameters.values()))
+    sent[MESSAGE_NAME] = message_tensor(list(parameters.values()), with_norms=options.clip.norm is not None)
     buffers = buffers_tensor(modules, device)
     if buffers is not None:
         sent[BUFFERS_NAME] = buffers
