@@ -1,6 +1,10 @@
 """The DDP baseline: the buckets of stock DistributedDataParallel on a profile, as a plan. Pure."""
 
+from collections.abc import Mapping
+
 from gradcast import _core
+from gradcast.comparison.measured_exchange import in_a_ring
+from gradcast.files import tensor_fields, with_fields
 
 # torch's Gloo backend runs two operations at a time.
 IN_FLIGHT = 2
@@ -17,6 +21,12 @@ TUNED_CAPS_BYTES = [(others // part, others) for part in (1, 25) for others in _
 def same_caps(cap_mib: float) -> tuple[int, int]:
     """Bytes of the first bucket and of the others with DDP's option ``bucket_cap_mb``, which applies to all of them."""
     return int(cap_mib * _MIB), int(cap_mib * _MIB)
+
+
+def as_ddp_sends(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.Profile:
+    """The measured profile with the parameters alone, without padding, and the link of a ring of all ranks."""
+    sent = [tensor for tensor in tensor_fields(profile) if tensor["name"] in size_bytes]
+    return with_fields(in_a_ring(profile), tensors=[each | {"bytes": size_bytes[each["name"]]} for each in sent])
 
 
 def plan(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import gradcast
 from gradcast import _core
+from gradcast.comparison import ddp_baseline
 from gradcast.lab import predictions, replays
 from gradcast.lab.cores import BusyCores
 from gradcast.lab.counters import sent_bytes
@@ -54,7 +55,7 @@ class Measurement:
         known = [variant(name) for name in settings.names if name not in (DDP_NEAR, DDP_MGWFBP)]
         by_gradcast = [self._prepared(each) for each in known if each.by_gradcast]
         profile = self._measured(by_gradcast)
-        as_ddp_sends = predictions.as_ddp_sends(profile, _parameter_bytes(self._task.module()))
+        as_ddp_sends = ddp_baseline.as_ddp_sends(profile, _parameter_bytes(self._task.module()))
         found = [each for name in settings.names for each in _resolved(name, as_ddp_sends, settings.scale_size)]
         others = [self._prepared(each) for each in dict.fromkeys(found) if not each.by_gradcast]
         trainers = sorted([*by_gradcast, *others], key=lambda trainer: found.index(trainer.variant))

@@ -175,9 +175,7 @@ def test_bounds_hold_for_what_torch_computes(dtype, wire, norm_type):
                     shape = torch.full((count,), size) if same else torch.randn(count, generator=generator) * size
                     signs = [1.0] * world_size if same else torch.rand(world_size, generator=generator).tolist()
                     sent = [(shape * sign / world_size).to(dtype) for sign in signs]
-                    certificate = ClipCertificate(
-                        [torch.empty(count, dtype=dtype)], 1.0, norm_type, world_size, wire, dtype
-                    )
+                    certificate = ClipCertificate([torch.empty(count, dtype=dtype)], 1.0, norm_type, world_size, wire)
                     sums = summed([torch.linalg.vector_norm(each, norm_type) for each in sent], dtype, wire)
                     computed = torch.linalg.vector_norm(summed(sent, dtype, wire), norm_type)
                     bound = certificate.bounds(sums.unsqueeze(0))
@@ -197,7 +195,7 @@ def test_torch_errs_no_more_than_the_growth(shape, element, dtype):
     """Rounding drifts most where all elements are equal. A later torch that sums differently is found here."""
     values = torch.full(shape, element).to(dtype)
     exact = values[(0,) * values.ndim].item() * math.sqrt(values.numel())
-    certificate = ClipCertificate([values], 1e9, 2.0, 1, "fp32", dtype)
+    certificate = ClipCertificate([values], 1e9, 2.0, 1, "fp32")
     # Of one rank's exact norm the bound is that of torch's.
     assert torch.linalg.vector_norm(values).item() <= certificate.bounds(torch.tensor([exact])).item()
     assert exact <= certificate.bounds(torch.linalg.vector_norm(values).double().unsqueeze(0)).item()
@@ -207,7 +205,7 @@ def test_torch_errs_no_more_than_the_growth(shape, element, dtype):
 
 
 def test_the_total_is_certified_only_with_a_margin():
-    certificate = ClipCertificate([torch.empty(3)], 1.0, 2.0, 2, "fp32", torch.float32)
+    certificate = ClipCertificate([torch.empty(3)], 1.0, 2.0, 2, "fp32")
     assert certificate.hold(torch.tensor([0.99, 0.1], dtype=torch.float64))
     for bounds in ([1.0 - 1e-9, 0.0], [math.nan, 0.0], [math.inf, 0.0], [0.8, 0.8]):
         assert not certificate.hold(torch.tensor(bounds, dtype=torch.float64))

@@ -8,11 +8,9 @@ from gradcast import _core
 from training.needs import torch
 
 pytest.importorskip("training.needs")
-from gradcast.comparison import ddp_baseline
 from gradcast.files import tensor_fields, with_fields
-from gradcast.training.options import Options
+from gradcast.training.options import Options, Planning
 from gradcast.training.plan import candidates
-from gradcast.training.plan.measured_profile import with_message_joined
 from gradcast.training.step.step_message import MESSAGE_NAME, message_tensor
 from training.ours import Ours
 from training.pool import on_ranks
@@ -30,9 +28,13 @@ PROFILES = [gradcast.load_profile(name) for name in ("resnet50", "vgg16", "gpt2"
 LINKS = [link_of(alpha_ns, beta_ns) for alpha_ns in (3e4, 3e5, 3e6) for beta_ns in (0.5, 5.0, 14.0)]
 
 
-@pytest.mark.parametrize("policy", [_core.DEFAULT_POLICY, "fifo", "p3", "mgwfbp", "ddp"])
+POLICIES = {_core.DEFAULT_POLICY: {}, "fifo": {}, "p3": {}, "mgwfbp": {}, "ddp": {"first_bytes": 1, "cap_bytes": 1}}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_no_plan_has_an_operation_more(policy, mode):
-    options = Options(plan=Planning(policy=policy))
+    """Not even where the last gradient closes a bucket of DDP's."""
+    options = Options(plan=Planning(policy=policy, policy_parameters=POLICIES[policy]))
     for profile in PROFILES:
         for link in LINKS:
             plans = [candidates._made_plan(each, link, mode, options) for each in (profile, with_message(profile))]
@@ -42,18 +44,7 @@ def test_no_plan_has_an_operation_more(policy, mode):
             assert plans[1].predicted_ns <= plans[0].predicted_ns * 1.001
 
 
-def test_no_bucket_of_ddp_is_the_message_alone():
-    """Also where the last gradient has closed its bucket."""
-    for profile in PROFILES:
-        for caps in ((1, 1), (1 << 20, 25 << 20)):
-            plans = [
-                ddp_baseline.plan(with_message_joined(each), caps, LINKS[0])
-                for each in (profile, with_message(profile))
-            ]
-            assert len(plans[0].blocks) == len(plans[1].blocks)
-
-
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["", "clipping"])
+@pytest.mark.parametrize("options", [{}, {"clip": gradcast.Clip(norm=1.0)}], ids=["", "clipping"])
 @on_ranks(2)
 def test_a_step_has_an_operation_for_each_parameter(rank, options):
     ours = Ours("plain", "sgd plain", rank.index, policy="fifo", **options)

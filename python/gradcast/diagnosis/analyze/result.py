@@ -9,7 +9,6 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
-from gradcast.comparison.measured_exchange import in_a_ring
 from gradcast.diagnosis.analyze import actions, lint, lint_costs, timelines
 from gradcast.diagnosis.analyze.actions import Situation
 from gradcast.diagnosis.analyze.bottleneck import bottleneck
@@ -29,7 +28,7 @@ def build(ranks: Sequence[RankMeasurements], setup: TrainingSetup) -> dict[str, 
     launch_unknown, trial, network = ranks[0].launch_unknown, ranks[0].trial, ranks[0].network
     known_parts = [part for part in PARTS if not (launch_unknown and part == "launch")]
     own = None if trial is None or trial.profile is None else _core.Profile.from_json(json.dumps(trial.profile))
-    profile = None if own is None else in_a_ring(own)
+    profile = None if own is None else ddp_baseline.as_ddp_sends(own, setup.parameter_bytes)
     hosts = Hosts.of([each.host for each in steps])
     situation = Situation(
         found,

@@ -11,7 +11,7 @@ result. A norm therefore lies within ``_growth``, and the bound of one tensor is
 
 * by the growth of each rank's own norm, which may be too small, and that of torch's norm of s, which may be too large;
 * by (1 + eps)^W for the W additions that made s, and on a 16-bit wire by (1 + eps)^2 for its two roundings;
-* by the same once more for the sum of the norms, with the eps of the dtype that they are sent in;
+* by the same once more for the sum of the norms, which are sent in the first parameter's dtype;
 * by a small absolute amount for what underflows.
 
 docs/internals/clipping.md includes this text.
@@ -36,18 +36,11 @@ class ClipCertificate:
     """The bounds for one set of parameters. All norms are 1-d float64 tensors on the parameters' device, by index."""
 
     def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        max_norm: float,
-        norm_type: float,
-        world_size: int,
-        wire: str,
-        sent_dtype: torch.dtype,
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, world_size: int, wire: str
     ) -> None:
-        """``sent_dtype``: in which the ranks send their norms."""
         self._norm_type = norm_type
-        device = parameters[0].device
-        pairs = [_inflation(parameter, norm_type, world_size, wire, sent_dtype) for parameter in parameters]
+        device, sent_in = parameters[0].device, parameters[0].dtype
+        pairs = [_inflation(parameter, norm_type, world_size, wire, sent_in) for parameter in parameters]
         self._factors, self._offsets = torch.tensor(pairs, dtype=torch.float64, device=device).unbind(1)
         types = [torch.finfo(dtype) for dtype in {parameter.dtype for parameter in parameters}]
         self._eps = eps = max(info.eps for info in types)
@@ -77,7 +70,7 @@ class ClipCertificate:
 
 
 def _inflation(
-    parameter: torch.Tensor, norm_type: float, world_size: int, wire: str, sent_dtype: torch.dtype
+    parameter: torch.Tensor, norm_type: float, world_size: int, wire: str, sent_in: torch.dtype
 ) -> tuple[float, float]:
     """What the sum of the ranks' norms must be multiplied by, and then increased by."""
     dtype, count = parameter.dtype, parameter.numel()
@@ -86,7 +79,7 @@ def _inflation(
     adds = _longest_sum(count, parameter.device, is_vectorized=is_vectorized)
     norm = _growth(adds, norm_type, dtype) * (1 + torch.finfo(dtype).eps)
     sums, smallest = _of_sum(dtype, world_size, wire)
-    sums_of_norms, smallest_norm = _of_sum(sent_dtype, world_size, wire)
+    sums_of_norms, smallest_norm = _of_sum(sent_in, world_size, wire)
     factor = norm**2 * sums * sums_of_norms
     # Of each element's sum, twice, and of each rank's norm.
     spread = count if norm_type == 1 else math.sqrt(count)

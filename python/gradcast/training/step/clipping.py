@@ -139,9 +139,7 @@ class NormClipping(pending.Owner):
         # The certificate does not know what rounding has left of earlier gradients.
         if self.norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
             parameters = [state.parameter for state in states]
-            self._certificate = ClipCertificate(
-                parameters, self._max_norm, self.norm_type, world_size, options.wire, message.norms.dtype
-            )
+            self._certificate = ClipCertificate(parameters, self._max_norm, self.norm_type, world_size, options.wire)
         self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of what has arrived
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
