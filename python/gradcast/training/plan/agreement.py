@@ -170,9 +170,10 @@ def reason_to_measure(
     Raises Error if ``state`` is not what ``checkpoint_state`` returned.
     """
     try:
+        plan = state["plan"]
         if state.get("version", 1) != STATE_VERSION:
             return "it was saved by another version of gradcast"
-        if state["plan"] is None:
+        if plan is None:
             return "it was saved before its plan was made"
         if state["mode"] != mode:
             return f"it was made in {state['mode']} mode, this training is in {mode} mode"
