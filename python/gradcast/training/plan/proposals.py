@@ -161,12 +161,12 @@ class Proposer:
         """
         if self._shares:
             change = self._clipping.certified_share_if(self._arrived) - self._shares[0]
-            self._clipping.asks_for_plan = abs(change) >= _OTHER_SHARE
+            self._clipping.message.asks_for_plan = abs(change) >= _OTHER_SHARE
 
     @property
     def is_asked(self) -> bool:
         """Whether rank 0 has asked in the iteration before; the same on all ranks."""
-        return self._clipping is not None and self._clipping.any_asks_for_plan
+        return self._clipping is not None and self._clipping.message.any_asks_for_plan
 
     def share_sentence(self, before: AgreedPlan, now: AgreedPlan) -> str:
         """What to log of a plan for another share; of rank 0."""

@@ -314,8 +314,8 @@ class GradientHooks:
         if ended:
             self._hooks.disarm()
         indices, norms = self._hooks.take_sent()
-        if self.clipping is not None:
-            self.clipping.take_norms(indices, norms)
+        if norms:
+            self.message.own_norms |= zip(indices, norms, strict=True)
         if succeeded and not self.message.is_written and self._sent_count + len(indices) == len(self.states):
             self._send_message()  # before all else, as a block waits for it
         if indices:
@@ -389,7 +389,8 @@ class GradientHooks:
 
     def _send(self, state: ParameterState) -> None:
         if self.clipping is not None:
-            self.clipping.on_sent(state)
+            norm = torch.linalg.vector_norm(self._buffers.views[state.index], self.clipping.norm_type)
+            self.message.own_norms[state.index] = norm
         listener = self.listener
         self._sent_count += 1
         parameter_state.depart([state], listener)
@@ -421,8 +422,6 @@ class GradientHooks:
 
     def _send_message(self) -> None:
         """REQUIRES: all gradients have been sent."""
-        if self.clipping is not None:
-            self.clipping.write_norms()
         self.message.write()
         self._send_tensor(self.message.index, self.listener, used=True)
 
