@@ -98,7 +98,7 @@ def messages(dtype, world_size=2):
 
     def add(times=1):
         for message in found:
-            message.write()
+            message.write({})
         buffers[0].flats[0].mul_(times).add_(buffers[1].flats[0])
 
     return *found, add

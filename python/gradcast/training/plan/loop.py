@@ -214,7 +214,7 @@ class PlanLoop:
         rounds, position = divmod(phase.iterations, _SHARE_STEPS)
         if rounds and position == 0:
             self._ask_if_share_differs()
-        if rounds and position == 1 and self._clipping is not None and self._clipping.any_asks_for_plan:
+        if rounds and position == 1 and self._clipping is not None and self._clipping.message.any_asks_for_plan:
             return self._plan_for_certified_share(phase)
         return phase
 
@@ -246,7 +246,7 @@ class PlanLoop:
         certified = self.agreed.certified
         if self.group.rank == 0 and certified is not None:
             change = self._clipping.certified_share_if(certified.arrived) - certified.share
-            self._clipping.asks_for_plan = abs(change) >= _OTHER_SHARE
+            self._clipping.message.asks_for_plan = abs(change) >= _OTHER_SHARE
 
     def _plan_for_certified_share(self, phase: Following) -> Phase:
         with self._agreeing():

@@ -116,10 +116,9 @@ class ValueClipping:
 class NormClipping(pending.Owner):
     """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` in pieces.
 
-    ``done``: the gradients of the open step are clipped, or certainly need not be. ``asked``: the program has asked for
-    that before ``step()``. ``total_norm``: of the last clipped step, before clipping. ``norm_type``: as torch knows it.
-    ``asks_for_plan``: with its next norms, this rank asks all ranks to plan again. ``may_certify``: otherwise the plan
-    waits for all gradients, because certificates gain nothing.
+    ``message``: with the norms of what the ranks send. ``done``: the gradients of the open step are clipped, or
+    certainly need not be. ``total_norm``: of the last clipped step, before clipping. ``may_certify``: otherwise the
+    plan waits for all gradients, because certificates gain nothing.
     """
 
     def __init__(
@@ -132,49 +131,39 @@ class NormClipping(pending.Owner):
         factor: Callable[[], float],
     ) -> None:
         """``factor``: waits for what the sums of the open step are multiplied by."""
-        self._states, self._buffers, self._message, self._factor = states, buffers, message, factor
-        self._max_norm, self.norm_type = options.clip.norm, float(options.clip.norm_type)
-        self._unasked = options.clip.unasked
+        self._states, self._buffers, self.message, self._factor = states, buffers, message, factor
+        self._options = options
         self._certificate = None
         # The certificate does not know what rounding has left of earlier gradients.
         if self.norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
             parameters = [state.parameter for state in states]
-            self._certificate = ClipCertificate(parameters, self._max_norm, self.norm_type, world_size, options.wire)
+            max_norm, norm_type = options.clip.norm, self.norm_type
+            self._certificate = ClipCertificate(parameters, max_norm, norm_type, world_size, options.wire)
         self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of what has arrived
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
         self._proofs = LaterRead()  # of certified steps: the factor and the norm
         self.total_norm: torch.Tensor | None = None
-        # The norm that the program has while it is not known, a tensor of one element, and what has it computed.
-        self._promised: tuple[torch.Tensor, Callable[[], None]] | None = None
-        self.asks_for_plan, self.may_certify = False, True
+        self._asked: _Asked | None = None  # by the program, before step()
+        self.may_certify = True
         self.begin_step()
 
-    # --- Sending ---
-
-    def write_norms(self, sent: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Writes the norms of what this rank sends into the message, and whether it asks for a plan. ``sent``: of each
-        gradient, by parameter."""
-        by_index, norms = dict(sent), self._message.norms
-        norms[:-1].copy_(torch.stack([by_index[state.index] for state in self._states]))
-        norms[-1].fill_(float(self.asks_for_plan))
-        self.asks_for_plan = False
+    @property
+    def norm_type(self) -> float:
+        """As torch knows it."""
+        return float(self._options.clip.norm_type)
 
     @property
-    def any_asks_for_plan(self) -> bool:
-        """Whether a rank has asked for a plan with the last norms; the same on all ranks. On a device the host waits
-        for the answer. REQUIRES: the message has arrived, and no new one is written."""
-        return bool(self._message.norms[-1] > 0)
-
-    # --- Receiving ---
+    def asked(self) -> bool:
+        """Whether the program has asked for the clipping before ``step()``."""
+        return self._asked is not None
 
     def begin_step(self) -> None:
         """Gradients of a new step travel."""
         self._norms.clear()
         self._keep_promise(None)
-        self._order: Sequence[ParameterState] = self._states  # in which torch adds up the norms
-        self._refuses_nonfinite = False
-        self.asked = self.done = self.certified = False
+        self._asked = None
+        self.done = self.certified = False
 
     def ask(self, order: Sequence[ParameterState], finish: Callable[[], None], refuse_nonfinite: bool) -> torch.Tensor:
         """The program asks for the clipping before ``step()``. Returns the norm, which is pending until it is known.
@@ -182,36 +171,35 @@ class NormClipping(pending.Owner):
         ``order``: all parameters. ``finish``: has the gradients clipped. ``refuse_nonfinite``: clipping raises if the
         norm is NaN or inf.
         """
-        self._order, self._refuses_nonfinite, self.asked = order, refuse_nonfinite, True
         parameters = [state.parameter for state in order]
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
         self._keep_promise(None)
         norm = torch.full((), math.nan, dtype=dtype, device=parameters[0].device)
         pending.mark([norm], self)
-        self._promised = norm, finish
+        self._asked = _Asked(order, finish, refuse_nonfinite, norm)
         return norm
 
     def on_step(self) -> None:
-        self.done = self.done or not (self.asked or self._unasked)
+        self.done = self.done or not (self.asked or self._options.clip.unasked)
 
     @property
     def is_promised(self) -> bool:
         """Whether the program has a norm that is not known yet."""
-        return self._promised is not None
+        return self._asked is not None and self._asked.promised is not None
 
     def _keep_promise(self, norm: torch.Tensor | None) -> None:
         """None: the norm will never be known, and stays NaN."""
-        promised, self._promised = self._promised, None
-        if promised is not None:
-            pending.clear([promised[0]])
+        if self.is_promised:
+            promised, self._asked.promised = self._asked.promised, None
+            pending.clear([promised])
             if norm is not None:
                 with torch.no_grad():
-                    promised[0].copy_(norm)
+                    promised.copy_(norm)
 
     def resolve(self, _tensors: list[torch.Tensor]) -> None:
         """The program uses the promised norm."""
-        if self._promised is not None:
-            self._promised[1]()
+        if self.is_promised:
+            self._asked.finish()
 
     def compute_norms(self, states: Sequence[ParameterState]) -> None:
         """Computes the norms of gradients that have arrived where the update reads them; they may be pending."""
@@ -243,20 +231,10 @@ class NormClipping(pending.Owner):
         is found out in the next such step, or in ``check_last_certificate``, so that the host does not wait."""
         factor = self._total_factor(deferred=True)
         if factor is not None:
-            self._check(self._proofs.exchange(torch.stack([factor.double(), self.total_norm.double()]), step))
+            _check(self._proofs.exchange(torch.stack([factor.double(), self.total_norm.double()]), step))
 
     def check_last_certificate(self) -> None:
-        self._check(self._proofs.take())
-
-    def _check(self, proof: tuple[list[float], int] | None) -> None:
-        if proof is not None and proof[0][0] != 1.0:
-            (_, norm), step = proof
-            raise Error(
-                f"in step {step} gradcast certified that the gradients need no clipping, but their norm is "
-                f"{norm:.9g}, with Clip(norm={self._max_norm}): a defect of gradcast; updates "
-                "have run unclipped, so continue from the last checkpoint without Options(clip=Clip(norm=...))",
-                "internal",
-            )
+        _check(self._proofs.take())
 
     def apply(self, *, deferred: bool) -> None:
         """Clips all gradients. ``deferred``: the step is not synchronous. REQUIRES: all are settled.
@@ -276,7 +254,7 @@ class NormClipping(pending.Owner):
         """Clips what ``.grad`` holds now: the program has replaced gradients that have arrived."""
         self.done = True
         parameters = [state.parameter for state in self._states]
-        self.total_norm = nn.utils.clip_grad_norm_(parameters, self._max_norm, self.norm_type)
+        self.total_norm = clip_as_torch(self._options, parameters)
 
     # --- What is known of the last steps ---
 
@@ -306,20 +284,23 @@ class NormClipping(pending.Owner):
             return None
         self._told = True
         share = self.stats()["certified_share"]
-        return f"clipping at {self._max_norm}: certified in {share:.0%} of {_RECORDED_STEPS} steps; the others waited"
+        limit = self._options.clip.norm
+        return f"clipping at {limit}: certified in {share:.0%} of {_RECORDED_STEPS} steps; the others waited"
 
     # --- Parts ---
 
     def _total_factor(self, deferred: bool) -> torch.Tensor | None:
         """What the gradients are multiplied by, one element; None if there are none. REQUIRES: all norms are known."""
-        used = [state for state in self._order if state.index in self._norms]
+        order = self._states if self._asked is None else self._asked.order
+        used = [state for state in order if state.index in self._norms]
         if not used:
             self._keep_promise(torch.zeros(()))
             return None
         norms = [self._norms[state.index] for state in _in_torch_order(used)]
         self.total_norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
         self._keep_promise(self.total_norm)
-        if self._refuses_nonfinite and not self.certified and not bool(self.total_norm.isfinite()):
+        refuses = self._asked is not None and self._asked.refuses_nonfinite
+        if refuses and not self.certified and not bool(self.total_norm.isfinite()):
             raise refused(
                 f"the norm of the gradients is {float(self.total_norm)}, which the call that clips them refuses "
                 "(error_if_nonfinite); no parameter has this step's update: end the training and continue from the "
@@ -328,24 +309,20 @@ class NormClipping(pending.Owner):
         if self._certificate is not None:
             certified = self.certified if deferred and self.may_certify else None
             bounds = self._bounds({})
-            norms = torch.zeros_like(bounds).index_copy(0, *self._indexed(self._norms, bounds))
+            norms = torch.zeros_like(bounds).index_copy(0, *_indexed(self._norms, bounds))
             self._recorded.append(_ClippedStep(bounds, norms, certified))
-        return torch.clamp(self._max_norm / (self.total_norm + 1e-6), max=1.0)
+        return torch.clamp(self._options.clip.norm / (self.total_norm + 1e-6), max=1.0)
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
         """Bounds of all norms: the known ones, and for the others those that follow from what the ranks have sent."""
-        bounds = self._certificate.bounds(self._message.norms[:-1], self._factor())
+        bounds = self._certificate.bounds(self.message.norms[:-1], self._factor())
         for state in self._states:
             # If no rank has used the parameter, what its .grad was before the step counts.
             before = state.locally_unused.grad_before if state.locally_unused is not None else None
             if before is not None:
                 own = self._certificate.bound_of(state.index, torch.linalg.vector_norm(before, self.norm_type))
                 bounds[state.index] = torch.maximum(bounds[state.index], own)
-        return bounds if not known else bounds.index_copy(0, *self._indexed(known, bounds))
-
-    @staticmethod
-    def _indexed(norms: dict[int, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return to_device(list(norms), like.device), torch.stack(list(norms.values())).to(like.dtype)
+        return bounds if not known else bounds.index_copy(0, *_indexed(known, bounds))
 
     def _have_expected_layout(self) -> bool:
         """Whether torch computes each norm over memory in the parameter's order, which the bound's rounding assumes."""
@@ -358,6 +335,17 @@ class NormClipping(pending.Owner):
             )
 
 
+@dataclasses.dataclass
+class _Asked:
+    """What the program has asked for. ``order``: in which torch adds up the norms. ``promised``: the norm that the
+    program has while it is not known, a tensor of one element, which ``finish`` has computed."""
+
+    order: Sequence[ParameterState]
+    finish: Callable[[], None]
+    refuses_nonfinite: bool
+    promised: torch.Tensor | None
+
+
 @dataclasses.dataclass(frozen=True)
 class _ClippedStep:
     """``bounds``: of the norms, as known before any gradient had arrived; ``norms``: those. 1-d float64, by parameter.
@@ -366,6 +354,21 @@ class _ClippedStep:
     bounds: torch.Tensor
     norms: torch.Tensor
     certified: bool | None
+
+
+def _check(proof: tuple[list[float], int] | None) -> None:
+    if proof is not None and proof[0][0] != 1.0:
+        (_, norm), step = proof
+        raise Error(
+            f"in step {step} gradcast certified that the gradients need no clipping, but their norm is {norm:.9g}, "
+            "beyond that of Clip(norm=...): a defect of gradcast; updates have run unclipped, so continue from the last "
+            "checkpoint without Options(clip=Clip(norm=...))",
+            "internal",
+        )
+
+
+def _indexed(norms: dict[int, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return to_device(list(norms), like.device), torch.stack(list(norms.values())).to(like.dtype)
 
 
 def _in_torch_order(states: Sequence[ParameterState]) -> list[ParameterState]:

@@ -61,7 +61,7 @@ class EarlyClipping:
         """The program has used or replaced the gradients, or they do not travel."""
         norm = clip_as_torch(self._options, parameters, refuse_nonfinite)
         if self._gradients.open:
-            self._clipping.asked = self._clipping.done = True
+            self._clipping.done = True
             if norm is not None:
                 self._clipping.total_norm = norm
         return norm

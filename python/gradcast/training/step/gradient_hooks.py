@@ -318,9 +318,7 @@ class GradientHooks:
 
     def _send_message(self) -> None:
         """REQUIRES: all gradients have been sent."""
-        if self.clipping is not None:
-            self.clipping.write_norms(self.table.take_norms())
-        self.message.write()
+        self.message.write(dict(self.table.take_norms()))
         self._send_tensor(self.message.index, self.listener, used=True)
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:

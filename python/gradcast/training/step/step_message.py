@@ -38,10 +38,11 @@ def message_tensor(parameters: Sequence[torch.Tensor], *, with_norms: bool) -> t
 
 class StepMessage:
     """``index``: of its tensor, behind the parameters in the buffers. ``is_written``: in the open pass.
-    ``own_reports``: this rank's, REPORT_ELEMENTS elements in host memory."""
+    ``own_reports``: this rank's, REPORT_ELEMENTS elements in host memory. ``asks_for_plan``: this rank asks all ranks to plan again."""
 
     def __init__(self, buffers: GradientBuffers, parameter_count: int, world_size: int) -> None:
         self.index, self.is_written = parameter_count, False
+        self.asks_for_plan = False
         self._buffers = buffers
         self._unused = min(_UNUSED, _ALL_UNUSED_MAX / (2 * world_size))
         self._norms_at = parameter_count + SIGNATURE_ELEMENTS + REPORT_ELEMENTS
@@ -66,24 +67,30 @@ class StepMessage:
         """This rank's backward pass has failed before it reached this parameter."""
         self._own_flags[index] = float("nan")
 
-    def write(self) -> None:
-        """Writes all but the norms into the buffer. REQUIRES: the message does not travel."""
-        # Pinned, so that the host does not wait for the device, and a copy, as the host may be a step ahead.
+    def write(self, own_norms: dict[int, torch.Tensor]) -> None:
+        """Writes the message into the buffer. ``own_norms``: by parameter, of what this rank has sent, if a norm is
+        clipped; else empty. REQUIRES: the message is not in flight, and all gradients have been sent."""
         self.is_written = True
-        own = self._own.pin_memory() if self.on_device else self._own
+        # Pinned, so that the host does not wait for the device, and a copy, as the host may be a step ahead.
+        own = self._own.pin_memory() if self._sums.is_cuda else self._own
         self._sums[: self._norms_at].copy_(own, non_blocking=True)
-
-    @property
-    def norms(self) -> torch.Tensor:
-        """The elements of clipping: to be written before the message is sent, and afterwards their sums."""
-        return self._sums[self._norms_at :]
+        if own_norms:
+            norms = self.norms
+            norms[:-1].copy_(torch.stack([own_norms[index] for index in range(self.index)]))
+            norms[-1].fill_(float(self.asks_for_plan))
+            self.asks_for_plan = False
 
     # --- What has arrived. REQUIRES: the message has ---
 
     @property
-    def on_device(self) -> bool:
-        """Whether the host would wait for the values of what has arrived."""
-        return self._sums.device.type != "cpu"
+    def norms(self) -> torch.Tensor:
+        """The sums of the norms, and one more element."""
+        return self._sums[self._norms_at :]
+
+    @property
+    def any_asks_for_plan(self) -> bool:
+        """Whether a rank has asked for a plan; the same on all ranks. On a device the host waits for the answer."""
+        return bool(self.norms[-1] > 0)
 
     def usage(self, indices: Sequence[int]) -> list[tuple[bool, bool]]:
         """By parameter, whether some rank has used it, and whether it is frozen on all; the same on every rank. If some
