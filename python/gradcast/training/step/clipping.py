@@ -361,8 +361,8 @@ def _check(proof: tuple[list[float], int] | None) -> None:
         (_, norm), step = proof
         raise Error(
             f"in step {step} gradcast certified that the gradients need no clipping, but their norm is {norm:.9g}, "
-            "beyond that of Clip(norm=...): a defect of gradcast; updates have run unclipped, so continue from the last "
-            "checkpoint without Options(clip=Clip(norm=...))",
+            "beyond that of Clip(norm=...): a defect of gradcast; updates have run unclipped, so continue from the "
+            "last checkpoint without Options(clip=Clip(norm=...))",
             "internal",
         )
 

@@ -38,7 +38,8 @@ def message_tensor(parameters: Sequence[torch.Tensor], *, with_norms: bool) -> t
 
 class StepMessage:
     """``index``: of its tensor, behind the parameters in the buffers. ``is_written``: in the open pass.
-    ``own_reports``: this rank's, REPORT_ELEMENTS elements in host memory. ``asks_for_plan``: this rank asks all ranks to plan again."""
+    ``own_reports``: this rank's, REPORT_ELEMENTS elements in host memory. ``asks_for_plan``: this rank asks all ranks
+    to plan again."""
 
     def __init__(self, buffers: GradientBuffers, parameter_count: int, world_size: int) -> None:
         self.index, self.is_written = parameter_count, False
