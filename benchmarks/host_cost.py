@@ -1,20 +1,28 @@
-"""What gradcast costs the training thread beside stock DDP, where compute costs nearly nothing.
+"""CPU time that gradcast adds to a step beside stock DDP, where compute costs nearly nothing.
 
-    python benchmarks/host_cost.py [--rounds 15] [--case "AdamW foreach"] [--blocks 6]
+    python -m benchmarks.host_cost [--parent FOLDER/python] [--tensors 300 1000] [--case "AdamW foreach"] [--rounds 15]
 
-Two workers train the same model of 300 small tensors four times, by turns of ten steps: in a plain loop, with DDP, in
-hook mode and in overlap mode. Counted is the CPU time of the thread that trains (hooks, `step`, `zero_grad`, waiting,
-and updating by parts), not the time that it waits. Printed are microseconds per step, and what a mode adds to the plain
-loop relative to what DDP adds: the median of the rounds, and the quartiles. The overlap plan has so many blocks in the
-order of forward, which need most calls of the optimizer.
+Two workers train the same model of many small tensors in several ways, by turns of ten steps: in a plain loop, with
+DDP, and in both modes attached to the bare module and to DDP. With ``--parent``, the ``python`` folder of another
+checkout, two more workers train with that one's gradcast, so that both are measured at the same time. Counted is the
+CPU time of the thread that trains, and that of the whole process; time that a thread waits is not counted.
+
+Printed are the microseconds that each way adds to a step of the plain loop, relative to what DDP adds and to what the
+parent adds (the median of the rounds, and the quartiles), and the median number of calls of the optimizer per step. The
+overlap plan has so many blocks in the order of forward, which need most calls of the optimizer.
 """
 
 import argparse
+import contextlib
 import itertools
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +34,6 @@ import gradcast
 from gradcast.lab import run_workers
 from gradcast.training.plan.agreement import plan_text
 
-_LAYERS = 150  # of two tensors
 _WIDTH = 8
 _TURN_STEPS = 10
 _TIMEOUT_S = 3600.0
@@ -36,42 +43,48 @@ _CASES = {
     "SGD foreach": (torch.optim.SGD, {"foreach": True, "momentum": 0.9}),
     "SGD fused": (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
 }
+_ATTACHED = ("hook", "overlap", "hook DDP", "overlap DDP")
+_CLOCKS = {"thread": time.thread_time_ns, "process": time.process_time_ns}
 
 
 class Training:
-    """One loop of one kind: plain, DDP, hook or overlap."""
+    """One loop of one kind: "plain", "DDP", or one of the attached ones."""
 
-    def __init__(self, kind: str, case: str, plan: str | None = None) -> None:
+    def __init__(self, kind: str, case: str, tensors: int, plan: str | None = None) -> None:
         torch.manual_seed(0)
-        self.module: nn.Module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+        self.module: nn.Module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(tensors // 2)))
         make, settings = _CASES[case]
         self.optimizer = make(self.module.parameters(), lr=1e-3, **settings)
         self.handle = None
-        if kind == "DDP":
+        if kind.endswith("DDP"):
             self.module = DistributedDataParallel(self.module)
-        elif kind != "plain":
-            given = self.optimizer if kind == "overlap" else None
-            options = gradcast.Options(plan=gradcast.Planning(file=plan))
-            self.handle = gradcast.attach(self.module, given, options=options)
+        if kind in _ATTACHED:
+            given = self.optimizer if kind.startswith("overlap") else None
+            planning = getattr(gradcast, "Planning", lambda file: file)(file=plan)  # a parent may be older than Planning
+            self.handle = gradcast.attach(self.module, given, options=gradcast.Options(plan=planning))
         self._batch = torch.randn(1, _WIDTH)
 
-    def turn_us(self, steps: int = _TURN_STEPS) -> float:
-        """CPU microseconds of this thread per step."""
-        dist.barrier()
-        start_ns = time.thread_time_ns()
+    def turn(self, steps: int = _TURN_STEPS) -> dict[str, float]:
+        """CPU microseconds per step, by clock, and the calls of the optimizer per step."""
+        before = {name: now() for name, now in _CLOCKS.items()}
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.module(self._batch).sum().backward()
             self.optimizer.step()
         if self.handle is not None:
             self.handle.flush()
-        return (time.thread_time_ns() - start_ns) / steps / 1e3
+        return {name: (now() - before[name]) / steps / 1e3 for name, now in _CLOCKS.items()} | {"calls": self._calls()}
+
+    def _calls(self) -> float:
+        events = [] if self.handle is None else self.handle.timeline()["traceEvents"]
+        by_step = [event["args"]["step"] for event in events if event.get("cat") == "update"]
+        return len(by_step) / len(set(by_step)) if by_step else 1.0
 
 
-def make_plan(folder: Path, case: str, mode: str, block_count: int) -> str:
+def make_plan(folder: Path, case: str, tensors: int, mode: str, block_count: int) -> str:
     """Writes a plan of equal blocks in the order of forward (overlap) or of backward (hook)."""
-    training = Training(mode, case)
-    training.turn_us()
+    training = Training(mode, case, tensors)
+    training.turn()
     path = folder / f"{mode}.json"
     if dist.get_rank() == 0:
         profile = training.handle.profile
@@ -88,52 +101,109 @@ def make_plan(folder: Path, case: str, mode: str, block_count: int) -> str:
     return str(path)
 
 
-def measure(case: str, folder: Path, rounds: int, block_count: int) -> None:
-    plans = {mode: make_plan(folder, case, mode, block_count) for mode in ("hook", "overlap")}
-    trainings = {kind: Training(kind, case, plans.get(kind)) for kind in ("plain", "DDP", "hook", "overlap")}
+def worker(args: argparse.Namespace) -> None:
+    """One rank of one version of gradcast, which trains in its turns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    (tensors,), folder = args.tensors, Path(args.folder)
+    plans = {mode: make_plan(folder, args.case, tensors, mode, args.blocks) for mode in ("hook", "overlap")}
+    own = [kind for version, kind in arms_of(args) if version == args.version]
+    trainings = {kind: Training(kind, args.case, tensors, plans.get(kind.split()[0])) for kind in own}
     for training in trainings.values():  # warm-ups
-        training.turn_us(2 * _TURN_STEPS)
-    times_us: dict[str, list[float]] = {kind: [] for kind in trainings}
-    for number in range(rounds):
-        for kind in trainings if number % 2 else reversed(trainings):
-            times_us[kind].append(trainings[kind].turn_us())
-    records = trainings["overlap"].handle._attached.session.trace.complete
-    calls = statistics.median(record.update_calls for record in records)
+        training.turn(4 * _TURN_STEPS)
+    in_turn(args, lambda kind: trainings[kind].turn())
     for training in trainings.values():
         if training.handle is not None:
             training.handle.detach()
-    if dist.get_rank() == 0:
-        print(f"{case}: {', '.join(f'{kind} {statistics.median(us):.0f} us' for kind, us in times_us.items())}")
-        for mode in ("hook", "overlap"):
-            triples = zip(times_us[mode], times_us["DDP"], times_us["plain"], strict=True)
-            low, middle, high = statistics.quantiles(
-                ((own - plain) / (ddp - plain) for own, ddp, plain in triples), n=4
-            )
-            parts = f", {calls:.0f} calls of the optimizer" if mode == "overlap" else ""
-            print(f"    {mode} adds {middle:.2f} x what DDP adds ({low:.2f} to {high:.2f}{parts})", flush=True)
-
-
-def worker(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in [args.case] if args.case else _CASES:
-        measure(case, Path(args.folder), args.rounds, args.blocks)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The loops that take turns, each a version of gradcast and a kind."""
+    versions = ["new", "parent"] if args.parent else ["new"]
+    return [("new", "plain"), ("new", "DDP"), *itertools.product(versions, _ATTACHED)]
+
+
+def in_turn(args: argparse.Namespace, run: Callable[[str], dict[str, float]]) -> None:
+    """Runs this version's loops, each when the turn before has ended, and stores what rank 0 has measured."""
+    store, arms = dist.TCPStore("127.0.0.1", args.port, is_master=False), arms_of(args)
+    turns = [arm for number in range(args.rounds) for arm in (arms if number % 2 else reversed(arms))]
+    for number, (version, kind) in enumerate(turns):
+        if version != args.version:
+            continue
+        if number > 0:
+            store.get(str(number - 1))
+        dist.barrier()
+        measured = run(kind)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            store.set(str(number), json.dumps([version, kind, measured]))
+
+
+def measure(args: argparse.Namespace, case: str, tensors: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = [__file__, "--case", case, "--tensors", str(tensors), "--rounds", str(args.rounds)]
+    arguments += ["--blocks", str(args.blocks), "--port", str(store.port)]
+    arguments += ["--parent", args.parent] if args.parent else []
+    paths = {"new": os.environ.get("PYTHONPATH", ""), "parent": args.parent}
+    with contextlib.ExitStack() as stack:
+        launchers = []
+        for version in sorted({version for version, _ in arms_of(args)}):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            command = [sys.executable, *arguments, "--version", version, "--folder", folder]
+            launchers.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths[version]}))
+        statuses = [each.wait() for each in launchers]
+    if any(statuses):
+        raise SystemExit("a version has failed")
+    turns = [json.loads(store.get(str(number))) for number in range(args.rounds * len(arms_of(args)))]
+    print(f"{case}, {tensors} tensors")
+    for clock in _CLOCKS:
+        show(clock, turns, args)
+
+
+def show(clock: str, turns: Sequence[list], args: argparse.Namespace) -> None:
+    times: dict[tuple[str, str], list[float]] = {arm: [] for arm in arms_of(args)}
+    calls: dict[tuple[str, str], list[float]] = {arm: [] for arm in times}
+    for version, kind, measured in turns:
+        times[version, kind].append(measured[clock])
+        calls[version, kind].append(measured["calls"])
+    plain, ddp = times["new", "plain"], times["new", "DDP"]
+    added = {arm: [own - base for own, base in zip(times[arm], plain, strict=True)] for arm in times}
+    print(f"  CPU time of the {clock}: plain {statistics.median(plain):.0f} us, DDP {statistics.median(ddp):.0f} us")
+    for kind in _ATTACHED:
+        text = f"    {kind:11} adds {statistics.median(added['new', kind]):6.0f} us, "
+        text += f"{ratio(added['new', kind], added['new', 'DDP'])} x DDP's"
+        text += f", {statistics.median(calls['new', kind]):.1f} calls" if kind.startswith("overlap") else ""
+        if args.parent:
+            text += f"; {ratio(added['new', kind], added['parent', kind])} x the parent's"
+            text += f", {statistics.median(calls['parent', kind]):.1f} calls" if kind.startswith("overlap") else ""
+        print(text, flush=True)
+
+
+def ratio(own: Sequence[float], other: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles((a / b for a, b in zip(own, other, strict=True)), n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="how often the loops take turns (default: 15)")
     parser.add_argument("--case", choices=_CASES, help="one optimizer only (default: all)")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[300, 1000], help="of the model (default: 300 1000)")
     parser.add_argument("--blocks", type=int, default=6, help="blocks of the plan (default: 6)")
+    parser.add_argument("--parent", help="the folder python of another checkout, to compare with")
+    parser.add_argument("--version", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.folder:
+    if args.version and "RANK" in os.environ:
         worker(args)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        run_workers([__file__, *sys.argv[1:], "--folder", folder], 2, timeout_s=_TIMEOUT_S, errors=sys.stderr)
+    elif args.version:
+        run_workers(sys.argv, 2, timeout_s=_TIMEOUT_S, errors=sys.stderr)
+    else:
+        for case, tensors in itertools.product([args.case] if args.case else _CASES, args.tensors):
+            measure(args, case, tensors)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ class Attachment:
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self.callbacks = setup, setup.callbacks
-        accepted, self._group, self._options = setup.accepted, setup.group, setup.options
-        self._given = GivenWeights(self._options.weight)
+        accepted, self._group = setup.accepted, setup.group
+        self._given = GivenWeights(setup.options.weight)
         self._balancing: Balancing | None = None
         # Ids of parameters that were left out of a session because they were long frozen, and of those that came back.
         self._left_out: set[int] = set()
@@ -60,7 +60,7 @@ class Attachment:
         self._hooks += around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.ddp is not None and not isinstance(accepted.module, torch.jit.ScriptModule):
             self._hooks += around_forward([accepted.module], self._before_inner, self._after_inner)
-        if self._options.weight == "samples":
+        if self._setup.options.weight == "samples":
             self._weigh_samples()
         fork.watch(self)
 
@@ -72,7 +72,9 @@ class Attachment:
         self._layout = ModelLayout(self._setup.accepted.whole, self._setup.optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
-        split = self._options.split_compiled and bool(self._setup.optimizers)  # in hook mode forward waits for nothing
+        split = self._setup.options.split_compiled and bool(
+            self._setup.optimizers
+        )  # in hook mode forward waits for nothing
         return CompiledBlocks(self._setup.accepted.whole, split, lambda: self.session.controller.warmup is not None)
 
     @property
@@ -116,7 +118,7 @@ class Attachment:
             own = call()
             check_same_sampler(group.gather_beside_blocks(own.settings))
             self._given.active = True
-            if self._options.weight is None and self._balancing is None:
+            if self._setup.options.weight is None and self._balancing is None:
                 self._weigh_samples()
             self._balancing = Balancing(own.schedule, group)
             self.session.share_out(self._balancing)
@@ -216,13 +218,13 @@ class Attachment:
                 check_owners(self._setup.accepted.whole)
                 parameters = trainable(inner, known=self._frozen_since(before) - frozen)
                 check_optimizers(self._setup.optimizers, parameters)
-                preflight.check_same_restart(group, before.mode, self._options)
+                preflight.check_same_restart(group, before.mode, self._setup.options)
             preflight.check_same_model(group, inner)
         try:
             with group.together(_RESTART):
                 before.release(leaves=False)
                 # New parameters may have been made from each rank's own random numbers.
-                preflight.copy_model_from_first(group, inner, self._options)
+                preflight.copy_model_from_first(group, inner, self._setup.options)
                 self._begin(parameters)
                 self.session.continue_from(before)
         except BaseException as error:
@@ -243,7 +245,7 @@ class Attachment:
             if frozen
             else "the module's parameters have changed"
         )
-        self._group.info("%s: measuring again, for %d steps", why, self._options.plan.warmup_steps)
+        self._group.info("%s: measuring again, for %d steps", why, self._setup.options.plan.warmup_steps)
 
     def _frozen_since(self, before: Session) -> set[int]:
         """Ids of parameters that were trained before and may be again, unless an optimizer has dropped them. A loop

@@ -40,11 +40,12 @@ _module: ModuleType | None = None
 def load() -> ModuleType:
     """The module `_c10d`. Raises Error that says what to install if it cannot be built."""
     global _module
-    with _lock:
-        if _module is None:
-            version = _torch_version()
-            _module = _import(_installed(version) or _cached(version))
-        return _module
+    if _module is None:  # asked without the lock, which takes longer than all of this
+        with _lock:
+            if _module is None:
+                version = _torch_version()
+                _module = _import(_installed(version) or _cached(version))
+    return _module
 
 
 def loaded() -> ModuleType | None:

@@ -36,10 +36,9 @@ class CompiledBlocks:
 
     def find(self) -> None:
         """Finds blocks that were compiled or captured since the last call."""
-        for module in self._modules:
-            own = vars(module)
-            if "_compiled_call_impl" not in own and "forward" not in own and not isinstance(module, OptimizedModule):
-                continue  # as most modules
+        # torch puts what it has compiled or captured into the module itself, as into few.
+        marked = [each for each in self._modules if "forward" in (own := each.__dict__) or "_compiled_call_impl" in own]
+        for module in marked:
             # block.compile()
             call = module._compiled_call_impl
             if call is not None and type(call) is not _ResolvingCall:

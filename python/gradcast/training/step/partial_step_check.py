@@ -3,7 +3,7 @@ collective operation may start. What a step reads of its settings shows there, t
 
 import collections
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,43 +103,29 @@ def _watched_class(kind: type, read: set[str]) -> type:
 
 
 class _WatchedGroup(dict):
-    """Notes the keys that are read."""
+    """Notes the keys that are read: the one that is looked up, or all, since any value can be reached by iterating."""
 
     def __init__(self, group: dict[str, Any], read: set[str]) -> None:
         super().__init__(group)
         self._read = read
 
-    def __getitem__(self, key: str) -> Any:
-        self._read.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._read.add(key)
-        return super().get(key, default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self._read.add(key)
-        return super().setdefault(key, default)
-
-    # By one of these, any value can be reached. ``{**group}`` uses __iter__ because there is one.
-    def __iter__(self) -> Iterator[str]:
-        self._read |= set(super().keys())
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._read |= set(super().keys())
-        return super().keys()
-
-    def values(self) -> Any:
-        self._read |= set(super().keys())
-        return super().values()
-
-    def items(self) -> Any:
-        self._read |= set(super().keys())
-        return super().items()
-
     def copy(self) -> Any:
         return dict(self)
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    method = getattr(dict, name)
+
+    def noting(self: _WatchedGroup, *arguments: Any) -> Any:
+        self._read.update(arguments[:1] or dict.keys(self))
+        return method(self, *arguments)
+
+    return noting
+
+
+# ``{**group}`` uses __iter__ because there is one.
+for _name in ("__getitem__", "get", "setdefault", "__iter__", "keys", "values", "items"):
+    setattr(_WatchedGroup, _name, _noting(_name))
 
 
 def _refusal(name: str, reason: str) -> Error:

@@ -162,17 +162,19 @@ def resolve(values: Any) -> None:
             owner.resolve(tensors)
 
 
-@contextlib.contextmanager
-def not_traced() -> Iterator[None]:
+def not_traced() -> contextlib.AbstractContextManager[None]:
     """Keeps the work that finishes a tensor out of what torch.jit.trace() records."""
     state = torch._C._get_tracing_state()
-    if state is not None:
-        torch._C._set_tracing_state(None)
+    return contextlib.nullcontext() if state is None else _tracing_stopped(state)
+
+
+@contextlib.contextmanager
+def _tracing_stopped(state: Any) -> Iterator[None]:
+    torch._C._set_tracing_state(None)
     try:
         yield
     finally:
-        if state is not None:
-            torch._C._set_tracing_state(state)
+        torch._C._set_tracing_state(state)
 
 
 def _zero(tensors: Any) -> Any:
@@ -214,16 +216,14 @@ def _owner_of(tensor: torch.Tensor) -> Owner | None:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Tensors at any depth of lists, tuples, sets, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, dict):
-        parts: Any = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        return
-    for part in parts:
-        yield from tensors_in(part)
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, dict):
+            left += reversed(list(each.values()))
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            left += reversed(list(each))
+        elif dataclasses.is_dataclass(each) and not isinstance(each, type):
+            left += reversed([getattr(each, field.name, None) for field in dataclasses.fields(each)])

@@ -49,12 +49,12 @@ class UpdateStream:
         if self._stream is not None and self._current_stream() != self._stream:
             self.read_elsewhere = True
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this is the current stream. The caller's stream is ordered behind it afterwards."""
-        if self._stream is None:
-            yield
-            return
+        return contextlib.nullcontext() if self._stream is None else self._entered()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
         here = self._current_stream()
         with torch.cuda.stream(self._stream):
             yield
