@@ -60,7 +60,8 @@ class Training:
             self.module = DistributedDataParallel(self.module)
         if kind in _ATTACHED:
             given = self.optimizer if kind.startswith("overlap") else None
-            planning = getattr(gradcast, "Planning", lambda file: file)(file=plan)  # a parent may be older than Planning
+            # A parent may be older than Planning.
+            planning = getattr(gradcast, "Planning", lambda file: file)(file=plan)
             self.handle = gradcast.attach(self.module, given, options=gradcast.Options(plan=planning))
         self._batch = torch.randn(1, _WIDTH)
 
