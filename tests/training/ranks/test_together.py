@@ -23,7 +23,7 @@ from gradcast.training.compat import extension
 from gradcast.training.local import session as local_session
 from gradcast.training.plan import agreement, calibration, controller, proposals, warmup
 from gradcast.training.ranks import group, group_pool, stall_watchdog, status_server, together
-from gradcast.training.sessions import plan_checkpoint, session, step_cycle
+from gradcast.training.sessions import plan_facets, session, step_cycle
 
 nn = torch.nn
 ATTACH = sys.modules["gradcast.training.attach"]
@@ -244,8 +244,8 @@ POINTS = [
     (grows, attachment, "trainable", None),
     (grows, attachment, "check_optimizers", None),
     (grows, attachment.preflight, "check_same_model", None),
-    (loads, plan_checkpoint.residuals, "restore", None),
-    (loads, plan_checkpoint.agreement, "reason_to_measure", None),
+    (loads, plan_facets.residuals, "restore", None),
+    (loads, plan_facets.agreement, "reason_to_measure", None),
     (loads, session.PlanController, "adopt", None),
     (loads, proposals.Proposer, "from_checkpoint", 0),
     (balances, gradcast.BalancedBatchSampler, "_check", None),

@@ -24,61 +24,61 @@ class LocalReport(facets.Report):
     def __init__(
         self, rounds: Rounds, fragments: Fragments, travel: Travel | None, outer: OuterOptimizer, wire: str
     ) -> None:
-        self._rounds, self.fragments, self._travel, self._outer, self._wire = rounds, fragments, travel, outer, wire
+        self.rounds, self.fragments, self.travel, self._outer, self._wire = rounds, fragments, travel, outer, wire
         self.step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
 
     def step_ended(self) -> None:
-        self.step_ends.append((time.perf_counter_ns(), self._rounds.waited_ns))
-        del self.step_ends[: -self._rounds.schedule.every - 1]
+        self.step_ends.append((time.perf_counter_ns(), self.rounds.waited_ns))
+        del self.step_ends[: -self.rounds.schedule.every - 1]
 
     @property
     def is_sending(self) -> bool:
-        return self._travel is not None and self._travel.exchange.busy
+        return self.travel is not None and self.travel.exchange.busy
 
     @property
     def plan(self) -> _core.Plan | None:
-        return None if self._travel is None else self._travel.plan
+        return None if self.travel is None else self.travel.plan
 
     def plan_text(self, profile_path: str | None) -> str:
         raise refused("local steps follow no measured plan; their schedule follows from the model and the options")
 
     def stats(self) -> dict[str, Any]:
-        schedule, ends = self._rounds.schedule, self.step_ends
+        schedule, ends = self.rounds.schedule, self.step_ends
         count = max(1, len(ends) - 1)
         own = {
             "sync_every": schedule.every,
-            "pace": None if self._rounds.pacing is None else self._rounds.pacing.last,
+            "pace": None if self.rounds.pacing is None else self.rounds.pacing.last,
             "outer": "average" if self._outer.momentum is None else "nesterov",
             "outer_overlap": schedule.overlap,
-            "outer_merge": self._rounds.local_share if schedule.overlap else 0.0,
+            "outer_merge": self.rounds.local_share if schedule.overlap else 0.0,
             "fragments": len(schedule.fragments),
-            "in_flight": self._rounds.in_flight,
-            "rounds": self._rounds.count,
-            "steps_in_round": self._rounds.clock % schedule.every,
-            "bytes_per_round": self.fragments.sent_bytes if self._travel is not None else 0,
+            "in_flight": self.rounds.in_flight,
+            "rounds": self.rounds.count,
+            "steps_in_round": self.rounds.clock % schedule.every,
+            "bytes_per_round": self.fragments.sent_bytes if self.travel is not None else 0,
             "state_bytes": sum(self.fragments.state_bytes.values()),
         }
         values: dict[str, Any] = {"local_steps": own, "wire": self._wire}
         if len(ends) > 1:
             values["measured_ms"] = (ends[-1][0] - ends[0][0]) / count / 1e6
             values["exposed_ms"] = (ends[-1][1] - ends[0][1]) / count / 1e6
-        if self._travel is not None:
-            values["bytes"] = sum(block.size_bytes for block in self._travel.plan.blocks)
-            values["wire_bytes"] = self._travel.exchange.wire_bytes(self._travel.plan)
-            values["blocks"] = len(self._travel.plan.blocks)
+        if self.travel is not None:
+            values["bytes"] = sum(block.size_bytes for block in self.travel.plan.blocks)
+            values["wire_bytes"] = self.travel.exchange.wire_bytes(self.travel.plan)
+            values["blocks"] = len(self.travel.plan.blocks)
         return values
 
 
 class GlobalCopy(facets.RoundCalls):
     """The rounds, as the program ends and sees them."""
 
-    def __init__(self, rounds: Rounds, fragments: Fragments, report: LocalReport, progress: Progress) -> None:
-        self._rounds, self._fragments, self._report, self._progress = rounds, fragments, report, progress
+    def __init__(self, report: LocalReport, progress: Progress) -> None:
+        self._report, self._fragments, self._progress = report, report.fragments, progress
 
     def end_round(self) -> None:
         self.require_own()
         self._progress.fence.refuse("handle.end_round()")
-        self._rounds.end()
+        self._report.rounds.end()
         self._report.step_ends.clear()
 
     @contextlib.contextmanager
@@ -100,17 +100,9 @@ class GlobalCopy(facets.RoundCalls):
 
 
 class LocalCheckpoint(facets.Checkpoint):
-    def __init__(
-        self,
-        rounds: Rounds,
-        fragments: Fragments,
-        travel: Travel | None,
-        copy: GlobalCopy,
-        group: Group,
-        progress: Progress,
-    ) -> None:
-        self._rounds, self._fragments, self._travel, self._copy = rounds, fragments, travel, copy
-        self._group, self._progress = group, progress
+    def __init__(self, report: LocalReport, copy: GlobalCopy, group: Group, progress: Progress) -> None:
+        self._rounds, self._fragments, self._travel = report.rounds, report.fragments, report.travel
+        self._copy, self._group, self._progress = copy, group, progress
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Starts nothing on the network, and waits for what travels."""

@@ -74,7 +74,6 @@ class LocalStepsSession(TrainingSession):
         inside = inside_hosts(accepted, group, options.nccl.max_ctas) if local.inner == "host" else None
         wrappers = () if inside is None else inside.wrappers.values()
         super().__init__(group, "local", Progress(NoSyncBlocks(wrappers)))
-        self._module = accepted.module
         found = entries(accepted.parameters, accepted.module)
         sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
         schedule = make_schedule(sizes, local.limit, local.overlap)
@@ -83,11 +82,11 @@ class LocalStepsSession(TrainingSession):
         self._travel = None if group.world_size == 1 else Travel(fragments, group, options)
         pacing = Pacing(accepted, local, group) if local.every == "auto" else None
         self._rounds = Rounds(fragments, schedule, self._travel, group, pacing, options)
-        layout = ModelLayout(accepted.whole, setup.optimizers, accepted.parameters.values())
-        self._changes = _Changes(layout, fragments, group.rank)
+        self._layout = ModelLayout(accepted.whole, setup.optimizers, accepted.parameters.values())
+        self._warned_of_moved = False
         self.report = LocalReport(self._rounds, fragments, self._travel, outer, options.wire)
-        self.rounds = GlobalCopy(self._rounds, fragments, self.report, self.progress)
-        self.checkpoint = LocalCheckpoint(self._rounds, fragments, self._travel, self.rounds, group, self.progress)
+        self.rounds = GlobalCopy(self.report, self.progress)
+        self.checkpoint = LocalCheckpoint(self.report, self.rounds, group, self.progress)
         self._hooks: list[Any] = [each.register_step_pre_hook(self._before_step) for each in setup.optimizers]
         self._hooks.append(setup.optimizers[-1].register_step_post_hook(self._after_step))
         if inside is not None:
@@ -121,10 +120,25 @@ class LocalStepsSession(TrainingSession):
         if self.released or is_inner_step(optimizer):
             return
         if self._rounds.schedule.taken(self._rounds.clock + 1):
-            self._changes.look()
+            self._look_for_changes()
         self._rounds.after_step()
         self.progress.steps = self._rounds.steps
         self.report.step_ended()
+
+    def _look_for_changes(self) -> None:
+        if self._layout.changed():
+            raise refused(
+                "the module's parameters or those of its optimizer have changed since attach, which local steps do not "
+                "follow; call handle.end_round() and handle.detach() before the change, and attach again after it"
+            )
+        moved = self.report.fragments.moved_buffers()
+        if moved and not self._warned_of_moved:
+            self._warned_of_moved = True
+            _log.warning(
+                "rank %d: the buffer %s has another shape or memory format than at attach, so it is no longer "
+                "averaged: each rank keeps its own; if it has to be averaged, give it its final form before attach",
+                self.group.rank, moved[0],
+            )  # fmt: skip
 
     # --- For the handle ---
 
@@ -201,30 +215,6 @@ class LocalStepsSession(TrainingSession):
 
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         raise refused("local steps average the module's buffers once a round; call handle.end_round()")
-
-
-class _Changes:
-    """Changes of the model since attach, which rounds do not follow."""
-
-    def __init__(self, layout: ModelLayout, fragments: Fragments, rank: int) -> None:
-        self._layout, self._fragments, self._rank = layout, fragments, rank
-        self._warned_of_moved = False
-
-    def look(self) -> None:
-        """Raises Error(invalid_use) for changed parameters, and warns of changed buffers."""
-        if self._layout.changed():
-            raise refused(
-                "the module's parameters or those of its optimizer have changed since attach, which local steps do not "
-                "follow; call handle.end_round() and handle.detach() before the change, and attach again after it"
-            )
-        moved = self._fragments.moved_buffers()
-        if moved and not self._warned_of_moved:
-            self._warned_of_moved = True
-            _log.warning(
-                "rank %d: the buffer %s has another shape or memory format than at attach, so it is no longer "
-                "averaged: each rank keeps its own; if it has to be averaged, give it its final form before attach",
-                self._rank, moved[0],
-            )  # fmt: skip
 
 
 def _announce(limit: int, rounds: Rounds, outer: OuterOptimizer, fragments: Fragments, hosts: Hosts | None) -> None:

@@ -1,5 +1,5 @@
-"""The facets of a session. These are of sessions that follow no plan; plan_report.py, plan_checkpoint.py and ../local
-have others. A facet never refers to its session, so that a detached module is freed at once."""
+"""The facets of a session. These are of sessions that follow no plan; plan_facets.py and ../local/facets.py have
+others. A facet never refers to its session, so that a detached module is freed at once."""
 
 import contextlib
 from typing import Any
@@ -75,20 +75,6 @@ class Checkpoint:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows the plan of a checkpoint if it fits. Collective."""
-
-
-class Updates:
-    """Updates that run after ``step()`` has returned."""
-
-    def complete(self) -> None:
-        """Runs all that are pending. Unlike ``flush`` it leaves open gradients alone."""
-
-    def due_names(self) -> list[str]:
-        """Parameters whose updates are pending."""
-        return []
-
-    def on_callbacks_changed(self) -> None:
-        """The program has added or removed a function of ``handle.on_update``. REQUIRES: no update is pending."""
 
 
 class RoundCalls:

@@ -10,8 +10,7 @@ from gradcast.training.compat import graph_capture
 from gradcast.training.measure.early_waits import Cause, where
 from gradcast.training.sessions.step_cycle import StepCycle
 from gradcast.training.step import pending
-from gradcast.training.step.backward_passes import NO_TASK, current
-from gradcast.training.step.gradient_listener import ForwardPass
+from gradcast.training.step.backward_passes import NO_TASK, ForwardPass, current
 from gradcast.training.step.module_buffers import ModuleBuffers
 from gradcast.training.step.unseen_waits import UnseenWaits
 

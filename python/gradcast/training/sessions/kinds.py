@@ -20,7 +20,7 @@ from gradcast.training.acceptance import Accepted
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks.group import Group
-from gradcast.training.sessions.facets import Checkpoint, Report, RoundCalls, Updates
+from gradcast.training.sessions.facets import Checkpoint, Report, RoundCalls
 from gradcast.training.sessions.open_blocks import Progress
 from gradcast.training.sessions.stats import base_stats
 from gradcast.training.step.clipping import ClipOnce
@@ -59,7 +59,7 @@ class TrainingSession:
         self.group, self.mode, self.progress = group, mode, progress or Progress()
         self.report = Report()
         self.checkpoint = Checkpoint(mode, group, self.report)
-        self.updates, self.rounds = Updates(), RoundCalls()
+        self.rounds = RoundCalls()
 
     @property
     def session(self) -> "TrainingSession":
@@ -80,6 +80,16 @@ class TrainingSession:
 
     def finish(self, limit_s: float | None = None) -> None:
         """Flushes, and logs on rank 0 the expected and the measured gain if both are known."""
+
+    def complete_updates(self) -> None:
+        """Runs all pending updates. Unlike ``flush`` it leaves open gradients alone."""
+
+    def pending_names(self) -> list[str]:
+        """Parameters whose updates are pending."""
+        return []
+
+    def on_callbacks_changed(self) -> None:
+        """The program has added or removed a function of ``handle.on_update``. REQUIRES: no update is pending."""
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         """See Attached. A single worker's mean is its own gradient."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import refused
-from gradcast.training.step.gradient_listener import ForwardPass
+from gradcast.training.step.backward_passes import ForwardPass
 
 
 class NoSyncBlocks:

@@ -36,12 +36,10 @@ from gradcast.training.plan.controller import PlanController
 from gradcast.training.ranks.group import Group, backend_of
 from gradcast.training.ranks.group_pool import operations_begun
 from gradcast.training.ranks.registered_memory import registered_memory
-from gradcast.training.sessions.facets import Updates
 from gradcast.training.sessions.forward import ForwardPasses
 from gradcast.training.sessions.kinds import Setup, TrainingSession
 from gradcast.training.sessions.open_blocks import NoSyncBlocks, Progress
-from gradcast.training.sessions.plan_checkpoint import PlanCheckpoint
-from gradcast.training.sessions.plan_report import PlanReport
+from gradcast.training.sessions.plan_facets import PlanCheckpoint, PlanReport
 from gradcast.training.sessions.step_cycle import FailureGuard, StepCycle
 from gradcast.training.step import clipping, parameter_state, residuals
 from gradcast.training.step.early_clipping import EarlyClipping
@@ -52,7 +50,6 @@ from gradcast.training.step.module_buffers import BUFFERS_NAME, WHAT, ModuleBuff
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.sent_tensors import sent_tensors
-from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights, StepWeights
 
 
@@ -112,8 +109,8 @@ class Session(TrainingSession):
         self.forward = ForwardPasses(accepted.module, cycle, module_buffers, warn_once)
         self.report = PlanReport(self.controller, steps)
         self.checkpoint = PlanCheckpoint(self.report, cycle, module_buffers)
-        self.updates = _PendingUpdates(cycle, setup.callbacks)
-        self.updates.on_callbacks_changed()
+        self._callbacks = setup.callbacks
+        self.on_callbacks_changed()
         if options.clips:
             self.early_clipping = EarlyClipping(options, steps, cycle.lock, cycle.use_gradients)
         self._handles = gradients.install(cycle)
@@ -132,6 +129,18 @@ class Session(TrainingSession):
     def finish(self, limit_s: float | None = None) -> None:
         self.flush(limit_s)
         self.controller.log_comparison()
+
+    def complete_updates(self) -> None:
+        with self.cycle.lock:
+            self.cycle.steps.complete_all_updates()
+
+    def pending_names(self) -> list[str]:
+        with self.cycle.lock:
+            return [state.name for state in self.cycle.steps.due]
+
+    def on_callbacks_changed(self) -> None:
+        for state in self.cycle.gradients.states if self.mode == "overlap" else ():
+            state.owned = self._callbacks.owned(state.name)
 
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         self.flush()
@@ -203,23 +212,6 @@ class Session(TrainingSession):
         if leaves:
             self.group.leave(reusable=reusable)
         self.released = self.report.released = True
-
-
-class _PendingUpdates(Updates):
-    def __init__(self, cycle: StepCycle, callbacks: UpdateCallbacks) -> None:
-        self._cycle, self._callbacks = cycle, callbacks
-
-    def complete(self) -> None:
-        with self._cycle.lock:
-            self._cycle.steps.complete_all_updates()
-
-    def due_names(self) -> list[str]:
-        with self._cycle.lock:
-            return [state.name for state in self._cycle.steps.due]
-
-    def on_callbacks_changed(self) -> None:
-        for state in self._cycle.gradients.states if self._cycle.controller.mode == "overlap" else ():
-            state.owned = self._callbacks.owned(state.name)
 
 
 class _WarnOnce:

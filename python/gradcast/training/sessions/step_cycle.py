@@ -16,8 +16,7 @@ from gradcast.training.plan.controller import PlanController
 from gradcast.training.sessions.open_blocks import Progress
 from gradcast.training.sessions.warmup_reads import WarmupReads
 from gradcast.training.step import pending
-from gradcast.training.step.backward_passes import NO_TASK
-from gradcast.training.step.gradient_listener import ForwardPass
+from gradcast.training.step.backward_passes import NO_TASK, ForwardPass
 from gradcast.training.step.layout_change import change_layout
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.parameter_state import ParameterState
@@ -75,8 +74,8 @@ class ForwardTime:
 
 
 class StepCycle:
-    """Listens to the gradients (gradient_listener.Listener), and owns pending tensors (pending.Owner). ``ddp_reduces``:
-    inside ddp.join()."""
+    """Listens to the gradients (GradientHooks), and owns pending tensors (pending.Owner). ``ddp_reduces``: inside
+    ddp.join()."""
 
     def __init__(
         self,
@@ -177,22 +176,26 @@ class StepCycle:
             if state is not None and state.locally_unused is not None and not zeroing:
                 self.resolve([tensor])
 
-    # --- Backward (gradient_listener.Listener) ---
+    # --- Backward (called by GradientHooks) ---
 
     @property
     def sends(self) -> bool:
+        """False while DDP reduces the gradients, and after a failure that ends the session."""
         return not self.guard.has_failed and not self.ddp_reduces
 
     def reduces(self, forward: ForwardPass | None) -> bool:
+        """Whether the backward pass that runs is reduced. ``forward``: whose output it goes through, if known."""
         return self.sends and self.progress.no_sync_blocks.reduces(forward)
 
     def signature(self, fingerprint: int, forward: ForwardPass | None) -> Sequence[float]:
+        """The marks of a backward pass that begins. ``fingerprint``: of the parameters."""
         # A device's values are not read. In hook mode only the program knows when it updates: no pass counts on there.
         if self.gradients.exchange.on_device:
             fingerprint = self.progress.steps if self.controller.mode == "overlap" else self._iteration
         return self.consistency.begin_pass(fingerprint, forward)
 
     def on_backward_begin(self) -> None:
+        """The first gradient of a step exists. Opens an iteration."""
         if self.guard.has_failed:  # while it waited for gradients of the pass before
             return
         with self.guard.reporting(), self.lock:
@@ -237,13 +240,16 @@ class StepCycle:
 
     @property
     def times_gradients(self) -> bool:
+        """Whether ``on_gradient_sent`` must be called for each gradient."""
         return self.controller.warmup is not None
 
     def on_gradient_sent(self, index: int, *, used: bool) -> None:
+        """A gradient, or what is sent with the gradients, is in the buffer. ``used``: backward has made it."""
         if self.controller.warmup is not None:
             self.controller.warmup.stopwatch.ready(index, used=used)
 
     def on_backward_end(self) -> None:
+        """All gradients of the step have been sent."""
         with self.guard.leaving(), self.lock:
             self.progress.no_sync_blocks.on_reduced()
             now_ns = self.trace.now()
@@ -260,9 +266,11 @@ class StepCycle:
                 self._end_step()
 
     def on_backward_failure(self) -> None:
+        """The backward pass of the open step has failed before all gradients existed."""
         self.consistency.on_backward_failure(self._iteration)
 
     def wait_for_gradients(self) -> None:
+        """Waits until all gradients of the open step have arrived."""
         graph_capture.refuse_capture(self.controller.group.device)
         # Gradients that were used have arrived, and what that has waited is counted there.
         used = self.gradients.values_used
@@ -274,6 +282,7 @@ class StepCycle:
             self.gradients.open = False
 
     def stop_watching_reads(self) -> None:
+        """Reads of parameters are no longer those of forward, or of the loop."""
         self.reads.stop()
 
     # --- step() ---

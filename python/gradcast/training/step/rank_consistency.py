@@ -21,9 +21,9 @@ from gradcast.errors import Error, refused
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.step_reports import StepReports
+from gradcast.training.step.backward_passes import ForwardPass
 from gradcast.training.step.gradient_buffers import differ
 from gradcast.training.step.gradient_exchange import GradientExchange
-from gradcast.training.step.gradient_listener import ForwardPass
 
 _NAMES_SHOWN = 3
 _ONE_PASS = (

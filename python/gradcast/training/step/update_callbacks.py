@@ -139,10 +139,10 @@ class UpdateRegistration:
     def _change(self, change: Callable[[UpdateCallback], None]) -> None:
         session = self._attached.session
         if not session.released:
-            session.updates.complete()
+            session.complete_updates()
         change(self._callback)
         if not session.released:
-            session.updates.on_callbacks_changed()
+            session.on_callbacks_changed()
 
 
 def owned_tensors(owned: Owned | None, module: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
