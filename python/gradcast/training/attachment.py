@@ -73,10 +73,9 @@ class Attachment:
         self._layout = ModelLayout(self._setup.accepted.whole, self._setup.optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
-        split = self._setup.options.split_compiled and bool(
-            self._setup.optimizers
-        )  # in hook mode forward waits for nothing
-        return CompiledBlocks(self._setup.accepted.whole, split, lambda: self.session.controller.warmup is not None)
+        setup = self._setup
+        split = setup.options.split_compiled and bool(setup.optimizers)  # in hook mode forward waits for nothing
+        return CompiledBlocks(setup.accepted.whole, split, lambda: self.session.controller.warmup is not None)
 
     @property
     def released(self) -> bool:
