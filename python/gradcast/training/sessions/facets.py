@@ -24,6 +24,7 @@ class Report:
     ``profile``: measured by the warm-up, None before. ``plan``: the one in force; ``plan_version`` grows with each.
     ``measuring``: a warm-up is running that ends with a plan. ``layout``: the place of each gradient in the buffers, in
     the order of the plan's profile. ``trace``: the record of the last steps. ``is_sending``: blocks are in flight.
+    ``released``: gradcast has left the module, and only what has been measured is known.
     """
 
     profile: _core.Profile | None = None
@@ -33,6 +34,7 @@ class Report:
     layout: tuple[GradientRange, ...] = ()
     trace: StepTrace | None = None
     is_sending = False
+    released = False
 
     def stats(self) -> dict[str, Any]:
         """Values of ``handle.stats()``, besides those that every session has."""

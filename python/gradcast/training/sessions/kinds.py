@@ -142,7 +142,7 @@ class Attached(Protocol):
         """Gives module and optimizers back as they were. ``reusable``: see Group.leave."""
 
 
-def require_attached(session: TrainingSession) -> None:
+def require_attached(session: TrainingSession | Report) -> None:
     """Raises Error(invalid_use) after ``handle.detach()``."""
     if session.released:
         raise refused("gradcast has been detached from this module; attach it again")

@@ -23,10 +23,6 @@ _log = logging.getLogger("gradcast")
 
 
 class PlanReport(Report):
-    """``released``: gradcast has left the module, which the last steps' numbers outlive."""
-
-    released = False
-
     def __init__(self, controller: PlanController, steps: OptimizerSteps) -> None:
         self._controller, self._steps = controller, steps
         self.trace = controller.trace
