@@ -143,7 +143,7 @@ def test_a_detached_module_is_freed_as_one_without_gradcast(rank, mode):
         TASKS["convnet"].loss(module, TASKS["convnet"].batch(rank.index, number)).backward()
         optimizer.step()
     held = {"module": module, "optimizer": optimizer, "moment": optimizer.state[next(module.parameters())]["exp_avg"]}
-    held |= {"parameter": next(module.parameters()), "buffer": session_of(handle).buffers.flats[0]}
+    held |= {"parameter": next(module.parameters()), "buffer": session_of(handle).exchange.buffers.flats[0]}
     left = {name: weakref.ref(each) for name, each in held.items()}
     held.clear()
     gc.collect()

@@ -121,7 +121,7 @@ def _checked(reading: Reading, saved: Saved, training: Training, group: Group, f
         ready = _Ready([optimizer_state(reading.tensors, state, number) for number, state in each])
         if training.local is not None:
             ready.rounds = saved.own["plan"] | {"tensors": tensors_of_rounds(reading)}
-            training.local.session.check(ready.rounds)
+            training.local.session.checkpoint.check(ready.rounds)
         return ready
     except Error as error:
         raise refused(f"the snapshot of step {reading.step} in {folder} does not fit: {error}") from None

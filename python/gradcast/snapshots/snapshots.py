@@ -100,7 +100,7 @@ class Snapshots:
         Idempotent; ``handle.detach()`` does it, too. Call it on every rank."""
         try:
             if self._taken is not None and self._writer.ended is None:
-                self._training.session.complete_due_updates()
+                self._training.session.complete_updates()
                 self.begin_copy()
                 if self._taken is not None:
                     self._finish_copy()
@@ -171,7 +171,8 @@ class Snapshots:
                     self._taken.position = copy.deepcopy(self._loader.state_dict())
 
     def before_forward(self, module: nn.Module, _inputs: Any, _compiled: bool) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not self._training.session.lends:
+        lends = self._training.session.rounds.lends
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not lends:
             self.begin_copy()
 
     def on_update(self, names: list[str], _parameters: list[nn.Parameter]) -> None:
@@ -237,7 +238,7 @@ class Snapshots:
             states |= {f"extra[{name!r}]": each.state_dict() for name, each in self._extra.items()}
             taken.saved = {what: to_bytes(state, what) for what, state in states.items()}
         self._copies.begin()
-        taken.awaiting = set(self._training.session.due_names())
+        taken.awaiting = set(self._training.session.pending_names())
         self._copies.copy(n for n, _ in module.named_parameters() if n not in taken.awaiting)
 
     def _tell_size(self, taken: _Taken) -> None:

@@ -63,7 +63,7 @@ def start(
         training.load(before.plan)
     pace = Pace(options.write_bytes_per_s)
     if options.over_network and place.world_size > 1:
-        pace.is_network_busy = lambda: training.session.is_sending
+        pace.is_network_busy = lambda: training.session.report.is_sending
         pace.planned = lambda: planned_step(training)
     snapshots = Snapshots(
         place,

@@ -20,8 +20,10 @@ from gradcast.training.compat.ddp_takeover import DdpTakeover
 from gradcast.training.compat.module_hooks import InputsHook, around_forward
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call, refuse_pipeline
 from gradcast.training.plan.balancing import Balancing, SamplerCall, check_same_sampler
+from gradcast.training.sessions.forward import is_evaluation
 from gradcast.training.sessions.kinds import Setup
-from gradcast.training.sessions.session import Session, is_evaluation
+from gradcast.training.sessions.open_blocks import Progress
+from gradcast.training.sessions.session import Session
 from gradcast.training.step.compiled_blocks import CompiledBlocks, is_compiled
 from gradcast.training.step.partial_step import default_context
 from gradcast.training.step.weights import GivenWeights
@@ -34,7 +36,6 @@ class Attachment:
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self.callbacks = setup, setup.callbacks
-        accepted, self._group = setup.accepted, setup.group
         self._given = GivenWeights(setup.options.weight)
         self._balancing: Balancing | None = None
         # Ids of parameters that were left out of a session because they were long frozen, and of those that came back.
@@ -45,7 +46,7 @@ class Attachment:
         self._failure: Error | None = None  # of the start of a new session; nothing synchronizes the module since
         self._hooks: list[Any] = []
         self._taken_over: DdpTakeover | None = None
-        self._begin(accepted.parameters)
+        self._begin(setup.accepted.parameters)
         self._compiled = self._compiled_blocks()
         try:
             self._install()
@@ -64,18 +65,17 @@ class Attachment:
             self._weigh_samples()
         fork.watch(self)
 
-    def _begin(self, parameters: dict[str, nn.Parameter]) -> None:
+    def _begin(self, parameters: dict[str, nn.Parameter], progress: Progress | None = None) -> None:
         self.callbacks.follow(parameters)
-        self.session = Session(self._setup, parameters, self._given)
+        self.session = Session(self._setup, parameters, self._given, progress)
         if self._balancing is not None:
             self.session.share_out(self._balancing)
         self._layout = ModelLayout(self._setup.accepted.whole, self._setup.optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
-        split = self._setup.options.split_compiled and bool(
-            self._setup.optimizers
-        )  # in hook mode forward waits for nothing
-        return CompiledBlocks(self._setup.accepted.whole, split, lambda: self.session.controller.warmup is not None)
+        setup = self._setup
+        split = setup.options.split_compiled and bool(setup.optimizers)  # in hook mode forward waits for nothing
+        return CompiledBlocks(setup.accepted.whole, split, lambda: self.session.controller.warmup is not None)
 
     @property
     def released(self) -> bool:
@@ -101,7 +101,7 @@ class Attachment:
         given = self._given
         if not given.active:
             with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
-                self._group.gather_beside_blocks(True)
+                self._setup.group.gather_beside_blocks(True)
             given.active = True
         given.enter(n)
         try:
@@ -112,7 +112,7 @@ class Attachment:
             given.leave()
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
-        group, what = self._group, "gradcast.BalancedBatchSampler()"
+        group, what = self._setup.group, "gradcast.BalancedBatchSampler()"
         waiting = self.session.exchange.watch.waiting(f"{what} on every rank")
         with waiting, group.together(what, beside_blocks=True):
             own = call()
@@ -131,7 +131,7 @@ class Attachment:
 
     def _send_nothing(self) -> None:
         """This rank runs no backward pass in this step, and perhaps no forward pass, while others do."""
-        if self._given.contributes or not self.session.is_synchronizing:
+        if self._given.contributes or not self.session.forward.is_synchronizing:
             raise refused(
                 "no gradients have travelled inside handle.weight(); put it around the backward pass of the step that "
                 "is not in no_sync(), with all samples of the step; only a rank with 0 samples may leave backward out"
@@ -158,11 +158,11 @@ class Attachment:
         if torch.is_grad_enabled():
             self._refuse_other_ddp()
         frozen = self.session.long_frozen - self._thawed
-        with self.session.lock:
+        with self.session.cycle.lock:
             changed = torch.is_grad_enabled() and (bool(frozen) or self._layout.changed())
         self._is_borrowed = in_functional_call() or (changed and holds_other_tensors(self._setup.accepted.module))
         if self._is_borrowed:
-            self.session.before_borrowed_forward(called)
+            self.session.forward.before_borrowed(called)
             return
         if self._taken_over is not None:
             self._taken_over.before_forward()
@@ -173,7 +173,7 @@ class Attachment:
             self._compiled.find()
         compiled = compiled or is_compiled(called) or is_compiled(self._setup.accepted.module)
         split = compiled and self._compiled.is_split(called)
-        self.session.before_forward(called, compiled and not split)
+        self.session.forward.before(called, compiled and not split)
         if split:
             self._compiled.resolve_first(called)
 
@@ -182,22 +182,22 @@ class Attachment:
         if self.session.released:
             return
         if torch.jit.is_tracing():  # the trace must not contain our waiting
-            self.session.complete_step()
+            self.session.forward.complete_step()
         elif is_evaluation(inner):
-            self.session.before_evaluation()
+            self.session.forward.before_evaluation()
 
     def _after_inner(self, inner: nn.Module, output: Any, _: bool) -> None:
         if not self.session.released and not self._is_called:
-            self.session.after_inner_forward(inner, output)
+            self.session.forward.after_inner(inner, output)
 
     def _after_forward(self, called: nn.Module, output: Any, _: bool) -> None:
         self._is_called = False
         if self.session.released:
             return
         if self._is_borrowed:
-            self.session.after_borrowed_forward(called, output)
+            self.session.forward.after_borrowed(called, output)
         else:
-            self.session.after_forward(called, output)
+            self.session.forward.after(called, output)
 
     def _refuse_other_ddp(self) -> None:
         active = DistributedDataParallel._active_ddp_module
@@ -210,7 +210,7 @@ class Attachment:
     def _restart(self, frozen: set[int]) -> None:
         """Begins a session with the parameters that the module has now, without those in ``frozen`` (ids). Collective:
         a model changes on all ranks alike, and all ranks learn in the same step that a parameter is long frozen."""
-        before, group, inner = self.session, self._group, self._setup.accepted.module
+        before, group, inner = self.session, self._setup.group, self._setup.accepted.module
         # Until all ranks agree, the session stays: a program that goes on after an error meets that again.
         with before.exchange.watch.waiting("the agreement on the module's new parameters"):
             with group.together(_RESTART, beside_blocks=True):
@@ -225,8 +225,7 @@ class Attachment:
                 before.release(leaves=False)
                 # New parameters may have been made from each rank's own random numbers.
                 preflight.copy_model_from_first(group, inner, self._setup.options)
-                self._begin(parameters)
-                self.session.continue_from(before)
+                self._begin(parameters, before.progress)
         except BaseException as error:
             self._failure = refused(
                 f"gradcast could not begin again with the module's new parameters ({type(error).__name__}: {error}), "
@@ -245,7 +244,7 @@ class Attachment:
             if frozen
             else "the module's parameters have changed"
         )
-        self._group.info("%s: measuring again, for %d steps", why, self._setup.options.plan.warmup_steps)
+        self._setup.group.info("%s: measuring again, for %d steps", why, self._setup.options.plan.warmup_steps)
 
     def _frozen_since(self, before: Session) -> set[int]:
         """Ids of parameters that were trained before and may be again, unless an optimizer has dropped them. A loop
@@ -259,11 +258,11 @@ class Attachment:
                 "ranks may run out of inputs in ddp.join(), and the updates of those that go on would be missing on "
                 "the others; leave join() out, or use hook mode: gradcast.attach(ddp) without the optimizer"
             )
-        self._group.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
+        self._setup.group.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
         self.session.leave_reduction_to_ddp(True)
         self._taken_over.reduce_again()
 
     def _joined(self) -> None:
-        if self.session.ddp_reduces:
+        if self.session.cycle.ddp_reduces:
             self._taken_over.take()
             self.session.leave_reduction_to_ddp(False)

@@ -66,27 +66,27 @@ class Handle:
     @property
     def plan(self) -> _core.Plan | None:
         """The plan in force; during the warm-up a DDP baseline. None with a single worker."""
-        return self._session.plan
+        return self._session.report.plan
 
     @property
     def plan_version(self) -> int:
         """Grows with each plan, those of the warm-up included."""
-        return self._session.plan_version
+        return self._session.report.plan_version
 
     @property
     def profile(self) -> _core.Profile | None:
         """The profile that the warm-up has measured, the same on every rank; None before."""
-        return self._session.profile
+        return self._session.report.profile
 
     @property
     def measuring(self) -> bool:
         """Whether a warm-up is running, the first one or one after a change."""
-        return self._session.measuring
+        return self._session.report.measuring
 
     @property
     def layout(self) -> tuple[GradientRange, ...]:
         """The place of each gradient, and of what travels with them, in the order of the plan's profile."""
-        return self._session.layout
+        return self._session.report.layout
 
     def flush(self) -> None:
         """Waits until every gradient in flight has arrived, and runs every update that is due (on a device: puts it on
@@ -118,12 +118,12 @@ class Handle:
         session = self._session
         if session.released:
             return contextlib.nullcontext()
-        return session.fence.around(session.reach_fence)
+        return session.progress.fence.around(session.reach_fence)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of backward passes inside stay on this worker and add up, as with DDP's no_sync()."""
         require_attached(self._session)
-        return self._session.no_sync_blocks.around()
+        return self._session.progress.no_sync_blocks.around()
 
     def weight(self, n: float) -> contextlib.AbstractContextManager[None]:
         """Around backward: this rank counts n in the mean over the ranks, which is the sum of n times the rank's
@@ -145,7 +145,8 @@ class Handle:
 
         Raises Error(invalid_use) without ``Options(local=...)``.
         """
-        self._session.end_round()
+        require_attached(self._session)
+        self._session.rounds.end_round()
 
     def global_model(self) -> contextlib.AbstractContextManager[None]:
         """With local steps: inside, the module has the global copy's parameters and buffers, the same on all ranks,
@@ -153,7 +154,8 @@ class Handle:
 
         Raises Error(invalid_use) without ``Options(local=...)``, and for ``step()`` inside.
         """
-        return self._session.global_model()
+        require_attached(self._session)
+        return self._session.rounds.global_model()
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the last steps; times in ms, sizes in bytes, None for what is not known yet."""
@@ -163,12 +165,12 @@ class Handle:
     def alarms(self) -> list[Alarm]:
         """The alarms since the module's parameters last changed, in order, the same on every rank. One that lasts has
         ``until_step`` None."""
-        return self._session.alarms()
+        return self._session.report.alarms()
 
     def timeline(self) -> dict[str, Any]:
         """The last steps of this rank as a Chrome trace; ui.perfetto.dev opens it."""
         return {
-            "traceEvents": self._session.timeline_events(),
+            "traceEvents": self._session.report.timeline_events(),
             "distributedInfo": {"rank": self.rank, "world_size": self.world_size},
         }
 
@@ -184,7 +186,7 @@ class Handle:
     def save_plan(self, path: str, profile_path: str | None = None) -> None:
         """Saves the plan in force; ``Options(plan=Planning(file=path))`` follows it again. ``profile_path``: noted in
         the file for ``gradcast dev plot``."""
-        write_file(path, self._session.plan_text(profile_path), "plan")
+        write_file(path, self._session.report.plan_text(profile_path), "plan")
 
     def on_update(self, function: UpdateFunction, owned: Owned | None = None) -> UpdateRegistration:
         """Calls ``function(names, parameters)`` with parameters whose update has just run: each trained parameter once
@@ -290,7 +292,7 @@ class Handle:
         travels. Each rank saves its own. Never starts a collective operation.
         """
         require_attached(self._session)
-        return self._session.state_dict()
+        return self._session.checkpoint.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follows the plan of a checkpoint instead of measuring, if model, mode and number of workers are the same.
@@ -302,7 +304,7 @@ class Handle:
         bits, also inside a round. Raises Error(invalid_use) on every rank if one of them cannot.
         """
         require_attached(self._session)
-        self._session.load_state_dict(state)
+        self._session.checkpoint.load_state_dict(state)
 
     def detach(self, *, wait_s: float | None = None) -> None:
         """Completes what is in flight and gives back module and optimizers as they were. Collective. Idempotent.

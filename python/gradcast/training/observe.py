@@ -26,7 +26,7 @@ __all__ = ["CALIBRATION_STEPS", "EarlyUses", "Step", "last_steps", "leave_to_ddp
 def last_steps(handle: Handle, count: int) -> list[Step]:
     """The last complete steps, at most ``count``. REQUIRES: a plan is followed."""
     session = handle._training.session
-    return steps_of(session, session.trace.complete[-count:])
+    return steps_of(session, session.report.trace.complete[-count:])
 
 
 def variation(handle: Handle) -> StepVariation:

@@ -73,8 +73,7 @@ class TrainingState:
 
     @property
     def session(self) -> TrainingSession:
-        """The present one (sessions/kinds.py): for its ``mode``, ``lends``, ``is_sending``, ``early_clipping``,
-        ``due_names()``, ``complete_due_updates()`` and ``check()``."""
+        """The present one (sessions/kinds.py), for its ``mode``, ``early_clipping`` and facets (sessions/facets.py)."""
         return self.attached.session
 
     @property
@@ -101,12 +100,12 @@ class TrainingState:
         memory that stays, without what the module's state dict has."""
         if self._kept is None or self._kept[0] is not self.session:
             self._kept = self.session, {}
-        return self.session.saved(self._kept[1])
+        return self.session.checkpoint.saved(self._kept[1])
 
     def load(self, state: dict[str, Any]) -> None:
         """Collective, as ``handle.load_state_dict()``."""
         require_attached(self.session)
-        self.session.load_state_dict(state)
+        self.session.checkpoint.load_state_dict(state)
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
         """Lets the ranks' shares follow their speed. Collective."""

@@ -51,7 +51,7 @@ class StepStream:
 
     def __init__(self, attached: Attached, function: Callable[[Step], Any]) -> None:
         self._attached, self._function = attached, function
-        self._since_ns, self._count = time.perf_counter_ns(), attached.session.steps
+        self._since_ns, self._count = time.perf_counter_ns(), attached.session.progress.steps
 
     def after_step(self, _names: Sequence[str]) -> None:
         for step in self._new_steps():
@@ -59,10 +59,10 @@ class StepStream:
 
     def _new_steps(self) -> list[Step]:
         session, since_ns = self._attached.session, self._since_ns
-        if session.trace is None:
+        if session.report.trace is None:
             self._since_ns = time.perf_counter_ns()
             self._count += 1
             return [Step(self._count - 1, since_ns, self._since_ns - since_ns)]
-        found = steps_of(session, [each for each in session.trace.complete if each.start_ns >= since_ns])
+        found = steps_of(session, [each for each in session.report.trace.complete if each.start_ns >= since_ns])
         self._since_ns = found[-1].start_ns + 1 if found else since_ns
         return found

@@ -46,7 +46,7 @@ def is_short():
 def is_damaged():
     module, optimizer, handle, rank = attached(4)
     if rank == 1:
-        session_of(handle)._fragments.pieces[0][0].values[5] += 1e-3
+        session_of(handle).report.fragments.pieces[0][0].values[5] += 1e-3
     loop(20, module, optimizer, rank)
 
 

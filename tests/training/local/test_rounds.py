@@ -105,7 +105,7 @@ def test_differences_in_fewer_bits(rank, overlap, wire):
     reference = Narrow(module, sgd, rank.size, 6, overlap, "nesterov")
     optimizer = sgd(module)
     handle = attach(module, optimizer, local=gradcast.LocalSteps(6, overlap=overlap), wire=wire)
-    fragments = session_of(handle)._fragments
+    fragments = session_of(handle).report.fragments
     found = [next((k for k, p in zip(fragments.indices[n], pieces, strict=False) if not p.is_exact), 0)
              for n, pieces in enumerate(fragments.pieces)]  # fmt: skip
     reference.use(wire, found)

@@ -98,7 +98,7 @@ def clip_beside_a_slow_rank(rank, mode):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         optimizer.step()
-        record = session_of(handle).trace.current
+        record = session_of(handle).report.trace.current
         busy_ns.append(time.perf_counter_ns() - record.start_ns - record.total_ns("wait"))
     found = handle.profile.forward_ns / 1e6, statistics.median(busy_ns[6:]) / 1e6
     handle.detach()

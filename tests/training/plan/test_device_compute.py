@@ -67,7 +67,7 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
     assert profile.backward_ns == pytest.approx(BACKWARD_NS)
     assert profile.forward_ns == pytest.approx(FORWARD_NS + UPDATE_NS - update_ns)
     assert sum(tensor.update_ns for tensor in profile.tensors) == pytest.approx(update_ns, rel=1e-3)
-    assert session_of(handle).trace.device_clock is None, "stamps are taken only then"
+    assert session_of(handle).report.trace.device_clock is None, "stamps are taken only then"
     handle.detach()
     return
 

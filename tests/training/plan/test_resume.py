@@ -170,7 +170,7 @@ def test_a_checkpoint_that_does_not_fit(rank, change, code):
 def test_ranks_that_have_received_different_sums(rank, mode, where):
     """What rank 1 has received is changed in its memory before the ranks compare it."""
     ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
-    consistency, buffers = session_of(ours.handle)._consistency, session_of(ours.handle).buffers
+    consistency, buffers = session_of(ours.handle).cycle.consistency, session_of(ours.handle).exchange.buffers
     compare_ranks = consistency.compare_ranks
 
     def compare_damaged(iteration):
@@ -189,7 +189,7 @@ def test_a_rank_that_cannot_compare_is_named_by_all(rank, mode):
     """As where a device fails while it adds up."""
     ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
     if rank.index == 1:
-        session_of(ours.handle)._consistency._checksum = mock.Mock(side_effect=RuntimeError("a lost device"))
+        session_of(ours.handle).cycle.consistency._checksum = mock.Mock(side_effect=RuntimeError("a lost device"))
     with pytest.raises(gradcast.Error, match=r"comparing .* on rank 1 of 2: RuntimeError: a lost device") as raised:
         ours.train(range(12))
     assert raised.value.code == "communication"

@@ -92,10 +92,10 @@ def test_inside_a_collective_block_nothing_travels_and_no_update_is_due(rank):
     for _ in range(6):
         attached.step(torch.ones(4, 8))
     handle = attached.handle
-    assert session_of(handle).is_sending
+    assert session_of(handle).report.is_sending
     with handle.collective(), handle.collective():
-        assert not session_of(handle).is_sending
-        assert not session_of(handle).due_names()
+        assert not session_of(handle).report.is_sending
+        assert not session_of(handle).pending_names()
     attached.step(torch.ones(4, 8))
 
 

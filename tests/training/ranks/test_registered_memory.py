@@ -13,7 +13,7 @@ from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
 from gradcast.training.ranks import registered_memory
-from gradcast.training.sessions import base
+from gradcast.training.sessions import session
 
 nn = torch.nn
 
@@ -33,7 +33,7 @@ def nccl(register, calls):
     with (
         mock.patch.object(torch.cuda, "MemPool", side_effect=lambda allocator: f"a pool of {allocator}"),
         mock.patch.object(torch.cuda, "use_mem_pool", use),
-        mock.patch.object(base, "backend_of", return_value="nccl"),
+        mock.patch.object(session, "backend_of", return_value="nccl"),
         mock.patch.object(registered_memory, "_backend", get_backend),
     ):
         yield

@@ -23,7 +23,7 @@ from gradcast.training.compat import extension
 from gradcast.training.local import session as local_session
 from gradcast.training.plan import agreement, calibration, loop, proposals, warmup
 from gradcast.training.ranks import group, group_pool, stall_watchdog, status_server, together
-from gradcast.training.sessions import base
+from gradcast.training.sessions import plan_facets, session, step_cycle
 
 nn = torch.nn
 ATTACH = sys.modules["gradcast.training.attach"]
@@ -219,15 +219,15 @@ POINTS = [
     (attaches, ATTACH.hosts, "agreed", None),
     (attaches, preflight, "_features", None),
     (attaches, ATTACH, "Setup", None),
-    (attaches, base, "GradientBuffers", None),
-    (attaches, base, "GradientExchange", None),
+    (attaches, session, "GradientBuffers", None),
+    (attaches, session, "GradientExchange", None),
     (attaches, stall_watchdog, "EngineUse", None),
     (attaches, status_server, "StatusServer", 0),
     (attaches, status_server, "ask", None),
     (attaches, loop, "Proposer", None),
     (attaches, warmup, "warmup_plans", None),
     (attaches, agreement, "plan_hash", None),
-    (attaches, base, "WarmupReads", None),
+    (attaches, step_cycle, "WarmupReads", None),
     (attaches, attachment, "ModelLayout", None),
     (attaches, attachment, "around_forward", None),
     (attaches_ddp, attachment, "DdpTakeover", None),
@@ -240,13 +240,13 @@ POINTS = [
     (trains, loop.PlanLoop, "start_plan", None),
     (lambda rank: trains(rank, plan=planning(adapt=True)), calibration.Calibration, "_measured", None),
     (lambda rank: trains(rank, plan=planning(adapt=True)), proposals.Proposer, "from_calibration", 0),
-    (lambda rank: trains(rank, compare_every=3), base.RankConsistency, "_checksum", None),
+    (lambda rank: trains(rank, compare_every=3), session.RankConsistency, "_checksum", None),
     (grows, attachment, "trainable", None),
     (grows, attachment, "check_optimizers", None),
     (grows, attachment.preflight, "check_same_model", None),
-    (loads, base.residuals, "restore", None),
-    (loads, base.agreement, "reason_to_measure", None),
-    (loads, base.PlanLoop, "adopt", None),
+    (loads, plan_facets.residuals, "restore", None),
+    (loads, plan_facets.agreement, "reason_to_measure", None),
+    (loads, session.PlanLoop, "adopt", None),
     (loads, proposals.Proposer, "from_checkpoint", 0),
     (balances, gradcast.BalancedBatchSampler, "_check", None),
     (balances, attachment, "Balancing", None),

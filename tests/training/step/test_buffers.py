@@ -67,7 +67,7 @@ class Reversed(nn.Module):
 def test_only_gradients_that_somebody_holds_are_copied_when_the_layout_changes(rank, set_to_none, expected):
     """It changes where backward begins, and memory is fullest there."""
     twins = Twins(rank, Reversed, "sgd plain", mode="hook")
-    buffers, moved = session_of(twins.handle).buffers, []
+    buffers, moved = session_of(twins.handle).exchange.buffers, []
     moving = buffers._moving
 
     def counted(kept):

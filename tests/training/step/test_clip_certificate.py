@@ -51,7 +51,7 @@ def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, 
             step.step()
         for parameter in ours.parameters():  # reads one after the other, as forward does, but no norm of all
             parameter.sum()
-        certified.append(session_of(twins.handle)._clipping.certified)
+        certified.append(session_of(twins.handle).cycle.gradients.clipping.certified)
         assert exchange.wait_all.called != certified[-1]
         found = norm if asks else torch.tensor(twins.handle.stats()["grad_norm"], dtype=total.dtype)
         torch.testing.assert_close(found, total, rtol=0, atol=0, equal_nan=True)

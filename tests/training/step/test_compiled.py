@@ -113,7 +113,7 @@ def test_a_split_model_waits_part_by_part(rank, how):
         twins.train(5)
     found = [line for line in lines if "compiled" in line]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-    needs = {tensor.need_ns for tensor in session_of(twins.handle).profile.tensors}
+    needs = {tensor.need_ns for tensor in session_of(twins.handle).report.profile.tensors}
     assert len(needs) >= 6, f"forward needs parameters at {needs}"
     twins.pending_step()
     with torch.no_grad():

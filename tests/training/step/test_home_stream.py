@@ -130,7 +130,7 @@ class Watched(UpdateStream):
 @on_ranks(2)
 def test_a_session_watches_reads_and_updates_on_the_update_stream(rank):
     attached = Attached(nn.Linear(4, 4, bias=False))
-    stream = session_of(attached.handle)._steps.stream = Watched()
+    stream = session_of(attached.handle).cycle.steps.stream = Watched()
     steps = []
     for number in range(6):
         if number == 5:
@@ -138,7 +138,7 @@ def test_a_session_watches_reads_and_updates_on_the_update_stream(rank):
             stream.read_elsewhere = True
         stream.asked.clear()
         attached.step(torch.ones(2, 4))
-        steps.append((list(stream.asked), session_of(attached.handle)._states[0].is_update_due))
+        steps.append((list(stream.asked), session_of(attached.handle).cycle.gradients.states[0].is_update_due))
     for asked, is_due in steps[1:3]:  # the warm-up: read, and the step at once
         assert asked[0] == "read"
         assert not is_due

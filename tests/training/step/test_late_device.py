@@ -74,7 +74,7 @@ def test_after_flush_nothing_travels(rank):
         attached = Attached(nn.Linear(8, 8), "hook")
     attached.step(torch.ones(4, 8))
     attached.handle.flush()
-    return session_of(attached.handle).is_sending
+    return session_of(attached.handle).report.is_sending
 
 
 @on_ranks(2)
@@ -203,7 +203,7 @@ def test_every_block_starts_behind_the_usage_flags(rank):
         attached = Attached(nn.Linear(8, 8), "hook")
     for _ in range(3):
         attached.step(torch.ones(4, 8))
-    (flat,) = session_of(attached.handle).buffers.flats
+    (flat,) = session_of(attached.handle).exchange.buffers.flats
     attached.handle.detach()
     return transports[0].written_count(0, 0, flat.nbytes) - 3
 
@@ -219,7 +219,7 @@ def test_a_failure_that_comes_after_the_host_has_gone_on_is_raised(rank, next_us
     transports[0].fail()
     module(torch.ones(4, 8)).sum().backward()  # the host goes on before that is known
     deadline_s = time.monotonic() + 20
-    while session_of(handle).is_sending and time.monotonic() < deadline_s:
+    while session_of(handle).report.is_sending and time.monotonic() < deadline_s:
         time.sleep(0.01)  # whether that has been known for long makes no difference
     with pytest.raises(gradcast.Error, match="the cable is gone"):
         handle.flush() if next_use == "flush" else module(torch.ones(4, 8)).sum().backward()

@@ -1,6 +1,6 @@
 """A session of local steps: hooks behind ``step()`` count steps, and rounds average the ranks' parameters.
 
-No gradient is sent and none has a hook, so any loop that calls ``step()`` works: accumulation counts as one step,
+No gradient is sent and no hook lies on one, so any loop that calls ``step()`` works: accumulation counts as one step,
 and clipping is each rank's own. A GradScaler skips steps on single ranks, so that ranks would count differently; it is
 refused.
 """
@@ -8,20 +8,21 @@ refused.
 import contextlib
 import datetime
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from gradcast import _core
-from gradcast.errors import Error, refused
+from gradcast.errors import refused
+from gradcast.host_traffic import Hosts
 from gradcast.local_steps import make_schedule
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import fork
+from gradcast.training.local.facets import GlobalCopy, LocalCheckpoint, LocalReport
 from gradcast.training.local.fragments import Fragments, entries
 from gradcast.training.local.outer import OuterOptimizer
 from gradcast.training.local.pacing import Pacing
@@ -31,16 +32,15 @@ from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.group_pool import lasting_group
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
-from gradcast.training.sessions.kinds import Setup, TrainingSession, require_attached
-from gradcast.training.step import residuals
+from gradcast.training.sessions.kinds import Setup, TrainingSession
+from gradcast.training.sessions.open_blocks import NoSyncBlocks, Progress
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.partial_step import is_called_by_scaler
 from gradcast.training.step.update_callbacks import is_inner_step
 
 _log = logging.getLogger("gradcast")
-STATE_VERSION = 1
 _MB = 1e6
-_TIMEOUT_S = 1800.0  # torch's own, where the process group has none
+_TIMEOUT_S = 1800.0  # torch's own, where the process group does not tell its
 
 
 def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) -> HiddenDdp:
@@ -65,72 +65,42 @@ def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) 
 class LocalStepsSession(TrainingSession):
     """For any number of workers; a single one makes the outer updates from its own differences."""
 
-    mode = "local"
+    report: LocalReport
 
     def __init__(self, setup: Setup) -> None:
         accepted, group, options = setup.accepted, setup.group, setup.options
         local = options.local
-        self.callbacks, self._options = setup.callbacks, options
-        self._inside = inside_hosts(accepted, group, options.nccl.max_ctas) if local.inner == "host" else None
-        super().__init__(group, () if self._inside is None else self._inside.wrappers.values())
-        self._module = accepted.module
+        self.callbacks = setup.callbacks
+        inside = inside_hosts(accepted, group, options.nccl.max_ctas) if local.inner == "host" else None
+        wrappers = () if inside is None else inside.wrappers.values()
+        super().__init__(group, "local", Progress(NoSyncBlocks(wrappers)))
         found = entries(accepted.parameters, accepted.module)
         sizes = [(each.flat().numel(), each.dtype.itemsize) for each in found]
         schedule = make_schedule(sizes, local.limit, local.overlap)
-        self._outer = OuterOptimizer.of(local)
-        self._fragments = Fragments(found, schedule, self._outer, options, group.world_size)
-        self._network = None if group.world_size == 1 else FragmentExchange(self._fragments, group, options)
+        outer = OuterOptimizer.of(local)
+        fragments = Fragments(found, schedule, outer, options, group.world_size)
+        self._network = None if group.world_size == 1 else FragmentExchange(fragments, group, options)
         pacing = Pacing(accepted, local, group) if local.every == "auto" else None
-        self._rounds = Rounds(self._fragments, schedule, self._network, group, pacing, options)
+        self._rounds = Rounds(fragments, schedule, self._network, group, pacing, options)
         self._layout = ModelLayout(accepted.whole, setup.optimizers, accepted.parameters.values())
         self._warned_of_moved = False
-        self._step_ends: list[tuple[int, int]] = []  # of this round and the last: time, and what was waited until then
-        self._hooks = [each.register_step_pre_hook(self._before_step) for each in setup.optimizers]
+        self.report = LocalReport(self._rounds, fragments, self._network, outer, options.wire)
+        self.rounds = GlobalCopy(self.report, self.progress)
+        self.checkpoint = LocalCheckpoint(self.report, self.rounds, group, self.progress)
+        self._hooks: list[Any] = [each.register_step_pre_hook(self._before_step) for each in setup.optimizers]
         self._hooks.append(setup.optimizers[-1].register_step_post_hook(self._after_step))
+        if inside is not None:
+            self._hooks.append(inside)
         if self._network is not None:
             fork.watch(self)
         if group.rank == 0:
-            self._tell()
-
-    def _tell(self) -> None:
-        schedule = self._rounds.schedule
-        how = (
-            f"{len(schedule.fragments)} fragments, each applied {schedule.overlap} steps after it was taken, "
-            f"{self._rounds.local_share:g} of it local"
-            if schedule.overlap
-            else "all at once, while training waits"
-        )
-        limit = self._options.local.limit
-        often = f"{schedule.every}" if limit == schedule.every else f"{schedule.every} (1 to {limit} as data allow)"
-        kept = {name: size for name, size in self._fragments.state_bytes.items() if size}
-        sizes = ", ".join(f"{name} {size / _MB:.1f} MB" for name, size in kept.items())
-        _log.info(
-            "local steps change the algorithm: gradients stay on their %s, and every %s steps the ranks average "
-            "their parameters (%s; %s); beside the model each rank keeps %.1f MB (%s)",
-            "rank" if self._inside is None else "host", often, self._outer.describe(), how,
-            sum(kept.values()) / _MB, sizes,
-        )  # fmt: skip
-        if self._inside is not None:
-            _log.info("inside each host gradients are averaged in every step, on %s", self.group.hosts.describe())
-        norms = [name for name, each in self._module.named_modules() if isinstance(each, _BatchNorm)]
-        if norms:
-            _log.warning(
-                "batch norm (%s) normalizes with each rank's own batch, and its running statistics are averaged only "
-                "once a round; evaluate after handle.end_round()", norms[0],
-            )  # fmt: skip
+            _announce(local.limit, self._rounds, outer, fragments, None if inside is None else group.hosts)
+            _warn_of_batch_norm(accepted.module)
 
     @property
     def exchange(self) -> GradientExchange:
         """For forks."""
         return self._network.exchange
-
-    @property
-    def is_sending(self) -> bool:
-        return self._network is not None and self._network.exchange.busy
-
-    @property
-    def plan(self) -> _core.Plan | None:  # type: ignore[override]
-        return None if self._network is None else self._network.plan
 
     # --- Steps ---
 
@@ -142,9 +112,9 @@ class LocalStepsSession(TrainingSession):
                 "a GradScaler skips steps on the rank where gradients overflow, and with local steps the ranks would "
                 "count differently; train without it, in bf16 (torch.autocast with dtype=torch.bfloat16 needs none)"
             )
-        if self.lends:
+        if self.rounds.lends:
             raise refused("step() inside handle.global_model(); train outside of it")
-        self.fence.refuse("step()")
+        self.progress.fence.refuse("step()")
 
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
         if self.released or is_inner_step(optimizer):
@@ -152,9 +122,8 @@ class LocalStepsSession(TrainingSession):
         if self._rounds.schedule.taken(self._rounds.clock + 1):
             self._look_for_changes()
         self._rounds.after_step()
-        self.steps = self._rounds.steps
-        self._step_ends.append((time.perf_counter_ns(), self._rounds.waited_ns))
-        del self._step_ends[: -self._rounds.schedule.every - 1]
+        self.progress.steps = self._rounds.steps
+        self.report.step_ended()
 
     def _look_for_changes(self) -> None:
         if self._layout.changed():
@@ -162,7 +131,7 @@ class LocalStepsSession(TrainingSession):
                 "the module's parameters or those of its optimizer have changed since attach, which local steps do not "
                 "follow; call handle.end_round() and handle.detach() before the change, and attach again after it"
             )
-        moved = self._fragments.moved_buffers()
+        moved = self.report.fragments.moved_buffers()
         if moved and not self._warned_of_moved:
             self._warned_of_moved = True
             _log.warning(
@@ -172,30 +141,6 @@ class LocalStepsSession(TrainingSession):
             )  # fmt: skip
 
     # --- For the handle ---
-
-    def end_round(self) -> None:
-        require_attached(self)
-        self._require_own()
-        self.fence.refuse("handle.end_round()")
-        self._rounds.end()
-        self._step_ends.clear()
-
-    @contextlib.contextmanager
-    def global_model(self) -> Iterator[None]:
-        require_attached(self)
-        self._require_own()
-        own = self._fragments.by_name("local")
-        self.lends = True
-        self._fragments.restore("local", self._fragments.by_name("values"))
-        try:
-            yield
-        finally:
-            self.lends = False
-            self._fragments.restore("local", own)
-
-    def _require_own(self) -> None:
-        if self.lends:
-            raise refused("inside handle.global_model() the module has the global copy; leave it first")
 
     def flush(self, limit_s: float | None = None) -> None:
         """Sends nothing: waits for the fragments in flight."""
@@ -207,11 +152,11 @@ class LocalStepsSession(TrainingSession):
         self.flush(limit_s)
         if self._rounds.has_failed:
             return
-        everyone = [self.steps]
+        everyone = [self.progress.steps]
         if self._network is not None and limit_s is None:
-            what = f"handle.detach() on every rank (this one has made {self.steps} steps)"
+            what = f"handle.detach() on every rank (this one has made {self.progress.steps} steps)"
             with self._network.exchange.watch.waiting(what):
-                everyone = self.group.gather_beside_blocks(self.steps)
+                everyone = self.group.gather_beside_blocks(self.progress.steps)
         self._warn_of_open_round()
         if min(everyone) != max(everyone):
             raise refused(
@@ -226,12 +171,12 @@ class LocalStepsSession(TrainingSession):
         if self._rounds.count == 0:
             _log.error(
                 "the training ends after %d steps, and options.local.every is %d: the ranks' models were never "
-                "averaged; choose fewer steps, or call handle.end_round() on every rank", self.steps, every,
+                "averaged; choose fewer steps, or call handle.end_round() on every rank", self.progress.steps, every,
             )  # fmt: skip
         elif clock % every or self._rounds.schedule.overlap:
             _log.warning(
                 "the training ends inside a round, after %d steps: each rank keeps parameters of its own; call "
-                "handle.end_round() on every rank before the model is used", self.steps,
+                "handle.end_round() on every rank before the model is used", self.progress.steps,
             )  # fmt: skip
 
     def close_at_exit(self, *, failed: bool) -> None:
@@ -250,8 +195,6 @@ class LocalStepsSession(TrainingSession):
     def release(self, *, reusable: bool) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self._inside is not None:
-            self._inside.remove()
         if self._network is not None:
             self._close_exchange(self._network.exchange, (lambda: self._is_reusable) if reusable else None)
         self.released = True
@@ -273,96 +216,32 @@ class LocalStepsSession(TrainingSession):
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         raise refused("local steps average the module's buffers once a round; call handle.end_round()")
 
-    def plan_text(self, profile_path: str | None) -> str:
-        raise refused("local steps follow no measured plan; their schedule follows from the model and the options")
 
-    def stats(self) -> dict[str, Any]:
-        schedule, ends = self._rounds.schedule, self._step_ends
-        count = max(1, len(ends) - 1)
-        own = {
-            "sync_every": schedule.every,
-            "pace": None if self._rounds.pacing is None else self._rounds.pacing.last,
-            "outer": "average" if self._outer.momentum is None else "nesterov",
-            "outer_overlap": schedule.overlap,
-            "outer_merge": self._rounds.local_share if schedule.overlap else 0.0,
-            "fragments": len(schedule.fragments),
-            "in_flight": self._rounds.in_flight,
-            "rounds": self._rounds.count,
-            "steps_in_round": self._rounds.clock % schedule.every,
-            "bytes_per_round": self._fragments.sent_bytes if self._network is not None else 0,
-            "state_bytes": sum(self._fragments.state_bytes.values()),
-        }
-        values = super().stats() | {"local_steps": own, "wire": self._options.wire}
-        if len(ends) > 1:
-            values["measured_ms"] = (ends[-1][0] - ends[0][0]) / count / 1e6
-            values["exposed_ms"] = (ends[-1][1] - ends[0][1]) / count / 1e6
-        if self._network is not None:
-            values["bytes"] = sum(block.size_bytes for block in self._network.plan.blocks)
-            values["wire_bytes"] = self._network.exchange.wire_bytes(self._network.plan)
-            values["blocks"] = len(self._network.plan.blocks)
-        return values
+def _announce(limit: int, rounds: Rounds, outer: OuterOptimizer, fragments: Fragments, hosts: Hosts | None) -> None:
+    """``limit``: of steps in a round. ``hosts``: inside which gradients are averaged; None if they are not."""
+    schedule, every = rounds.schedule, rounds.schedule.every
+    how = (
+        f"{len(schedule.fragments)} fragments, each applied {schedule.overlap} steps after it was taken, "
+        f"{rounds.local_share:g} of it local"
+        if schedule.overlap
+        else "all at once, while training waits"
+    )
+    often = f"{every}" if limit == every else f"{every} (1 to {limit} as data allow)"
+    kept = {name: size for name, size in fragments.state_bytes.items() if size}
+    sizes = ", ".join(f"{name} {size / _MB:.1f} MB" for name, size in kept.items())
+    _log.info(
+        "local steps change the algorithm: gradients stay on their %s, and every %s steps the ranks average "
+        "their parameters (%s; %s); beside the model each rank keeps %.1f MB (%s)",
+        "rank" if hosts is None else "host", often, outer.describe(), how, sum(kept.values()) / _MB, sizes,
+    )  # fmt: skip
+    if hosts is not None:
+        _log.info("inside each host gradients are averaged in every step, on %s", hosts.describe())
 
-    # --- Checkpoints ---
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state. Sends nothing, and waits for the fragments in flight."""
-        return self.saved(None)
-
-    def saved(self, kept: dict[str, Any] | None) -> dict[str, Any]:
-        """``kept``: for a snapshot, the memory of its tensors, which this fills, but for what the module's state dict
-        has."""
-        self._require_own()
-        state = self._rounds.state(kept)
-        own = {"version": STATE_VERSION, "mode": self.mode, "rank": self.group.rank}
-        left = {} if self._fragments.buffers is None else residuals.saved(self._fragments.buffers, self.group)
-        return own | state | left
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        require_attached(self)
-        self._require_own()
-        what = "handle.load_state_dict()"
-        network = self._network
-        with contextlib.nullcontext() if network is None else network.exchange.watch.waiting(f"{what} on every rank"):
-            everyone = self.group.computed_by_each(lambda: self._restored(state), what)
-        if any(fingerprint != everyone[0] for fingerprint in everyone):
-            raise refused(
-                "the ranks have loaded states of different steps; let each load the state that it has saved after the "
-                "same step"
-            )
-        self.steps = self._rounds.steps
-
-    def _restored(self, state: dict[str, Any]) -> tuple[int, ...]:
-        """Loads the state. Returns values that have to be equal on all ranks."""
-        try:
-            self.check(state)
-            self._rounds.restore(state)
-            if self._fragments.buffers is not None:
-                self._restore_residuals(state)
-        except (KeyError, TypeError) as error:
-            raise refused(
-                f"the state is not whole ({type(error).__name__}: {error}); load what handle.state_dict() returned"
-            ) from None
-        return self._rounds.fingerprint()
-
-    def _restore_residuals(self, state: dict[str, Any]) -> None:
-        try:
-            dropped = residuals.restore(self._fragments.buffers, self.group, state)
-        except Error as error:
-            if state["place"]["clock"] > 0:
-                raise
-            dropped = str(error)  # between rounds other settings, which cut other fragments, are fine
-        if dropped is not None:
-            _log.warning(
-                "what rounding has left of earlier differences is dropped on rank %d: %s", self.group.rank, dropped
-            )
-
-    def check(self, state: dict[str, Any]) -> None:
-        if state.get("mode") != self.mode or state.get("version") != STATE_VERSION:
-            raise refused("the state is not one of local steps of this version; load what handle.state_dict() returned")
-        if self._rounds.steps > 0:
-            raise refused("load the state right after attach, before the first step")
-        reason = self._rounds.refusal_of(state)
-        if reason is None and state["place"]["clock"] > 0 and state["rank"] != self.group.rank:
-            reason = f"it is that of rank {state['rank']}, and this is rank {self.group.rank}"
-        if reason is not None:
-            raise refused(f"training cannot go on from this state: {reason}")
+def _warn_of_batch_norm(module: nn.Module) -> None:
+    norms = [name for name, each in module.named_modules() if isinstance(each, _BatchNorm)]
+    if norms:
+        _log.warning(
+            "batch norm (%s) normalizes with each rank's own batch, and its running statistics are averaged only "
+            "once a round; evaluate after handle.end_round()", norms[0],
+        )  # fmt: skip

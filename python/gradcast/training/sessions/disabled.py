@@ -9,6 +9,7 @@ from gradcast.errors import Error, refused
 from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
 from gradcast.training.sessions.kinds import Setup, TrainingSession
+from gradcast.training.sessions.open_blocks import NoSyncBlocks, Progress
 from gradcast.training.step.clipping import ClipOnce
 from gradcast.training.step.partial_step import intercepted
 
@@ -32,8 +33,6 @@ class DisabledSession(TrainingSession):
     """Trains without gradcast. A DDP module is left alone; a bare module gets the hooks of a hidden DDP module around
     it."""
 
-    mode = "ddp"
-
     def __init__(self, setup: Setup) -> None:
         accepted, options = setup.accepted, setup.options
         self.callbacks = setup.callbacks
@@ -50,7 +49,7 @@ class DisabledSession(TrainingSession):
             hidden = HiddenDdp(accepted.called, setup.group.shared, broadcast_buffers=options.broadcast_buffers)
             self._removables.append(hidden)
             wrappers = list(hidden.wrappers.values())
-        super().__init__(setup.group, wrappers)
+        super().__init__(setup.group, "ddp", Progress(NoSyncBlocks(wrappers)))
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         if self.group.world_size > 1:

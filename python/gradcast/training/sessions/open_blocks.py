@@ -2,6 +2,7 @@
 ``handle.collective()``, inside which the program's own collectives run and no block of a plan may start."""
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import refused
-from gradcast.training.step.gradient_listener import ForwardPass
+from gradcast.training.step.backward_passes import ForwardPass
 
 
 class NoSyncBlocks:
@@ -95,3 +96,12 @@ class CollectiveFence:
             raise refused(
                 f"{what} inside handle.collective() would send among the program's own collectives; end the block first"
             )
+
+
+@dataclasses.dataclass
+class Progress:
+    """What the next session of a module continues. ``steps``: completed so far."""
+
+    no_sync_blocks: NoSyncBlocks = dataclasses.field(default_factory=NoSyncBlocks)
+    fence: CollectiveFence = dataclasses.field(default_factory=CollectiveFence)
+    steps: int = 0

@@ -30,6 +30,7 @@ from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import Group
 from gradcast.training.sessions.kinds import Setup, TrainingSession
 from gradcast.training.sessions.session import Session
+from gradcast.training.sessions.step_cycle import FailureGuard
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.weights import GivenWeights
 
@@ -89,63 +90,34 @@ class Plans:
         return self.by_size.get(size, newest)
 
 
-class QuorumSession(Session):
-    """Over one process group. Once something has failed, nothing travels."""
+class QuorumGuard(FailureGuard):
+    """Reports what fails over one process group."""
 
-    def __init__(self, sessions: "QuorumSessions", *parts: Any) -> None:
-        self._has_failed, self._sessions = False, sessions
-        super().__init__(*parts)
-        self.exchange.watch.explains = False
-
-    @property
-    def sends(self) -> bool:
-        return not self._has_failed and super().sends
-
-    def on_backward_begin(self) -> None:
-        if self._has_failed:  # while it waited for gradients of the pass before
-            return
-        with self._reporting():
-            super().on_backward_begin()
-        if self._has_failed:
-            self._sessions.quorum.abort()  # what ranks agree on here, others may still wait for
-
-    def on_backward_end(self) -> None:
-        with self._leaving_if_failed():
-            super().on_backward_end()
-
-    # After a backward pass that has failed, the others complete the step:
-
-    def reach_fence(self) -> bool:
-        with self._leaving_if_failed():
-            return super().reach_fence()
-        return True  # nothing travels
-
-    def resolve(self, tensors: list[torch.Tensor]) -> None:
-        with self._leaving_if_failed():
-            super().resolve(tensors)
-
-    def wait_for_gradients(self) -> None:
-        with self._reporting():
-            super().wait_for_gradients()
-        if self._has_failed:
-            self._gradients.open = False
-            self._sessions.quorum.abort()
+    def __init__(self, sessions: "QuorumSessions") -> None:
+        self._sessions = sessions
 
     @contextlib.contextmanager
-    def _leaving_if_failed(self) -> Iterator[None]:
-        with self._reporting():
+    def reporting(self) -> Iterator[None]:
+        with self._catching():
             yield
-        if self._has_failed:
+        if self.has_failed:
+            self._sessions.quorum.abort()  # what ranks agree on here, others may still wait for
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        with self._catching():
+            yield
+        if self.has_failed:
             self._sessions.end_session()  # nobody may wait for gradients that never arrive
 
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _catching(self) -> Iterator[None]:
         try:
             yield
         except Error as error:
             if error.code != "communication":
                 raise
-            self._has_failed = True
+            self.has_failed = True
             self._sessions.on_failure(error)
 
 
@@ -180,8 +152,8 @@ class QuorumSessions:
 
     def keep_plan(self) -> None:
         session = self.session
-        if isinstance(session, Session) and not session.measuring and session.profile is not None:
-            self._plans.keep(session.group.world_size, session.state_dict())
+        if isinstance(session, Session) and not session.report.measuring and session.report.profile is not None:
+            self._plans.keep(session.group.world_size, session.checkpoint.state_dict())
 
     def _before_forward(self, called: nn.Module, _: Any, compiled: bool) -> None:
         if self.session.released:  # in a forked child
@@ -193,7 +165,7 @@ class QuorumSessions:
                 "handle.detach() on all replicas before the change, and attach again after it"
             )
         if isinstance(self.session, Session):
-            self.session.before_forward(called, compiled)
+            self.session.forward.before(called, compiled)
 
     def _after_forward(self, called: nn.Module, output: Any, compiled: bool) -> None:
         if self.session.released:
@@ -201,7 +173,7 @@ class QuorumSessions:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._follow_quorum(called, compiled)
         if isinstance(self.session, Session):
-            self.session.after_forward(called, output)
+            self.session.forward.after(called, output)
 
     def _follow_quorum(self, called: nn.Module, compiled: bool) -> None:
         process_group = self.quorum.process_group()
@@ -216,7 +188,7 @@ class QuorumSessions:
         if process_group.size() > 1:
             self._begin(process_group)
         if isinstance(self.session, Session):
-            self.session.before_forward(called, compiled)
+            self.session.forward.before(called, compiled)
 
     def _leave(self) -> None:
         self.keep_plan()
@@ -229,14 +201,10 @@ class QuorumSessions:
         if isinstance(ended, Session):
             ended.release(leaves=True)
             ended.group.shared = None  # the connections close with the last reference to the group
-        self._install(TrainingSession(Group(0, 1)))
+        self.session = TrainingSession(Group(0, 1), progress=ended.progress)
         self._process_group = None
         if self._failure is not None:
             self.quorum.abort()
-
-    def _install(self, session: TrainingSession) -> None:
-        session.continue_from(self.session)
-        self.session = session
 
     def _begin(self, process_group: Any) -> None:
         """Begins a session over the process group, with the plan of the first replica that has one. Collective."""
@@ -252,10 +220,12 @@ class QuorumSessions:
                 kept = self._plans.for_size(size)
                 have = group.gather(kept is not None)
                 setup = Setup(accepted, [], group, options, self.callbacks)
-                self._install(QuorumSession(self, setup, accepted.parameters, self._given))
+                given, progress = self._given, self.session.progress
+                self.session = Session(setup, accepted.parameters, given, progress, QuorumGuard(self))
+                self.session.exchange.watch.explains = False
                 if True in have:
                     source = have.index(True)
-                    self.session.load_state_dict(group.gather(kept if rank == source else None)[source])
+                    self.session.checkpoint.load_state_dict(group.gather(kept if rank == source else None)[source])
                 fork.watch(self.session)
         except Error as error:
             self.on_failure(error)

@@ -19,16 +19,14 @@ from gradcast.training.step.partial_step import intercepted
 
 class SingleWorkerSession(TrainingSession):
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup.group)
+        super().__init__(setup.group, "overlap" if setup.optimizers else "hook")
         accepted, options, self.callbacks = setup.accepted, setup.options, setup.callbacks
-        self.mode = "overlap" if setup.optimizers else "hook"
         self._module = accepted.module  # the handle refers to it
         parameters = accepted.parameters
         values = list(parameters.values())
         self._seen: set[int] = set()  # parameters that the open backward pass has reached
         sizes, order = GradientSizes(list(parameters), values, options.wire), range(len(values))
-        self._warmup = Warmup(sizes, accepted.module, self.group, self.mode, options, order=order)
-        self._is_warming_up = True
+        self._warmup: Warmup | None = Warmup(sizes, accepted.module, self.group, self.mode, options, order=order)
         if options.clips:
             self.early_clipping = ClipOnce(accepted.called, options)
         self._handles = around_forward(accepted.called, self._before_forward, self._after_forward)
@@ -45,10 +43,11 @@ class SingleWorkerSession(TrainingSession):
         self.released = True
 
     def _end_warmup(self) -> None:
-        self._is_warming_up = False
-        self._warmup.release()
-        for handle in self._handles:
-            handle.remove()
+        if self._warmup is not None:
+            self._warmup.release()
+            self._warmup = None
+            for handle in self._handles:
+                handle.remove()
 
     def _leave_steps(self) -> None:
         for interception in self._interceptions:
@@ -81,15 +80,15 @@ class SingleWorkerSession(TrainingSession):
     def _on_step(self, number: int) -> None:
         if self.early_clipping is not None:
             self.early_clipping.before_step()
-        with self._warmup.stopwatch.timed("update") if self._is_warming_up else contextlib.nullcontext():
+        with contextlib.nullcontext() if self._warmup is None else self._warmup.stopwatch.timed("update"):
             self._interceptions[number].run_whole()
-        if self._is_warming_up and number == len(self._interceptions) - 1:
+        if self._warmup is not None and number == len(self._interceptions) - 1:
             self._end_step()
 
     def _end_step(self) -> None:
-        self.steps += 1
+        self.progress.steps += 1
         if self._warmup.step_ended(None) is None:
-            self.profile = self._warmup.measured([]).profile
+            self.report.profile = self._warmup.measured([]).profile
             self._end_warmup()
             if self.early_clipping is None:
                 self._leave_steps()

@@ -1,12 +1,9 @@
 """The values of ``handle.stats()``."""
 
-import statistics
 from typing import Any
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
-from gradcast.training.measure.step_trace import median_ms
-from gradcast.training.plan.loop import PlanLoop
 from gradcast.training.ranks.group import Group
 
 # By group, for docs/reference/statistics.md.
@@ -69,37 +66,3 @@ def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None
     known = {"step": step, "mode": mode, "world_size": group.world_size, "compute_ms": compute_ms}
     known["hosts"] = {"count": group.hosts.count, "ranks_per_host": group.hosts.ranks_per_host}
     return dict.fromkeys(KEYS) | known
-
-
-def plan_stats(controller: PlanLoop) -> dict[str, Any]:
-    """What a session with a plan knows besides."""
-    agreed, compared, exchange = controller.agreed, controller.comparison, controller.exchange
-    counters = exchange.counters()
-    plan = agreed.in_force
-    records = [record for record in controller.meter.trace.complete if record.plan is plan]
-    values = {
-        "plan_version": controller.version,
-        "policy": plan.policy,
-        "blocks": len(plan.blocks),
-        "bytes": sum(block.size_bytes for block in plan.blocks),
-        "wire": exchange.wire,
-        "wire_bytes": exchange.wire_bytes(plan),
-        "gradient_buffer_bytes": exchange.buffers.size_bytes,
-        "packed_bytes": max((block.size_bytes for block in plan.blocks if len(block.ranges) > 1), default=0),
-        "record_bytes": counters.record_bytes,
-        "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,
-        "runs_as_ddp": agreed.runs_as_baseline,
-        "tries_ddp": controller.phase.on_baseline and not agreed.runs_as_baseline,
-        "expected_gain": None if agreed.expectation is None else agreed.expectation.gain,
-        "measured_gain": compared.baseline_ns / compared.plan_ns if compared and compared.baseline_count else None,
-        "slowest_rank": controller.phase.slowest_rank,
-        "exposed": controller.meter.exposed.stats(),
-        "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),
-        "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
-        "update_calls": statistics.median_high(record.update_calls for record in records) if records else None,
-    }
-    values |= controller.alarms.stats()
-    if controller.profile is not None and controller.warmup is None:  # nothing is predicted for a warm-up's plans
-        typical = agreed.typical_step
-        values |= {"predicted_ms": typical.step_ns / 1e6, "bound_ms": typical.bound_ns / 1e6}
-    return values

@@ -5,6 +5,7 @@ Autograd numbers outermost backward passes: ``task``. NO_TASK stands for none.
 Thread safety: autograd's threads, one backward pass at a time; otherwise under the session's lock.
 """
 
+import dataclasses
 import threading
 import weakref
 from typing import Any
@@ -14,9 +15,17 @@ from torch import nn
 
 from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import pending
-from gradcast.training.step.gradient_listener import ForwardPass
 
 NO_TASK = -1  # autograd's number outside of backward
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPass:
+    """The settings of a forward pass, for the backward pass through its output. ``synchronizes``: it ended outside of
+    no_sync(). ``training``: the module's flag."""
+
+    synchronizes: bool
+    training: bool
 
 
 class BackwardPasses:

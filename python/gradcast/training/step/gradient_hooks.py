@@ -23,10 +23,9 @@ from gradcast.training.compat import extension, interrupts
 from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.arrived_gradients import ArrivedGradients
-from gradcast.training.step.backward_passes import NO_TASK, BackwardPasses, current
+from gradcast.training.step.backward_passes import NO_TASK, BackwardPasses, ForwardPass, current
 from gradcast.training.step.clipping import NormClipping
 from gradcast.training.step.gradient_exchange import GradientExchange
-from gradcast.training.step.gradient_listener import ForwardPass, Listener
 from gradcast.training.step.module_buffers import ModuleBuffers
 from gradcast.training.step.parameter_state import (
     LocallyUnused,
@@ -84,8 +83,8 @@ class GradientHooks:
         self.values_used = False
         self.arrived = ArrivedGradients(table, exchange.buffers, message, weights, consistency)
 
-    def install(self, listener: Listener) -> list[Any]:
-        """Hooks every parameter. Returns the handles that remove the hooks."""
+    def install(self, listener: Any) -> list[Any]:
+        """Hooks every parameter. Returns the handles that remove the hooks. ``listener``: the session's StepCycle."""
         self._listener = weakref.ref(listener)  # a parameter must not keep its session alive
         norm_type = None if self.clipping is None else self.clipping.norm_type
         self.exchange.install_hooks(norm_type, WeakHook(self._on_gradient), WeakHook(self._on_placed))
@@ -143,7 +142,7 @@ class GradientHooks:
             self.arrived.settle(self.states)
 
     @property
-    def listener(self) -> Listener:
+    def listener(self) -> Any:
         return self._listener()
 
     @property
@@ -293,7 +292,7 @@ class GradientHooks:
         if not self.table.place(index, self.weights.scale, is_apart):
             self.exchange.ready(index)  # raises what has failed
 
-    def _send_tensor(self, index: int, listener: Listener, *, used: bool) -> None:
+    def _send_tensor(self, index: int, listener: Any, *, used: bool) -> None:
         listener.on_gradient_sent(index, used=used)
         self.exchange.ready(index)
 

@@ -22,8 +22,8 @@ from gradcast.errors import Error, refused
 from gradcast.training.compat.later_read import LaterRead
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.ranks.group import Group
+from gradcast.training.step.backward_passes import ForwardPass
 from gradcast.training.step.gradient_exchange import GradientExchange
-from gradcast.training.step.gradient_listener import ForwardPass
 from gradcast.training.step.step_message import StepMessage
 
 _NAMES_SHOWN = 3

@@ -139,7 +139,7 @@ class UpdateRegistration:
     def _change(self, change: Callable[[UpdateCallback], None]) -> None:
         session = self._attached.session
         if not session.released:
-            session.complete_due_updates()
+            session.complete_updates()
         change(self._callback)
         if not session.released:
             session.on_callbacks_changed()

@@ -1,0 +1,130 @@
+"""Forward passes of a session: what is complete before one begins, and which backward pass belongs to it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradcast.training.compat import graph_capture
+from gradcast.training.measure.early_waits import Cause, where
+from gradcast.training.sessions.step_cycle import StepCycle
+from gradcast.training.step import pending
+from gradcast.training.step.backward_passes import NO_TASK, ForwardPass, current
+from gradcast.training.step.module_buffers import ModuleBuffers
+from gradcast.training.step.unseen_waits import UnseenWaits
+
+
+def is_evaluation(module: nn.Module) -> bool:
+    """Whether a forward pass of the module that begins now is one of evaluation."""
+    return not module.training and not torch.is_grad_enabled()
+
+
+class ForwardPasses:
+    """Called around the forward passes of one session. ``module_buffers``: of a bare module; None without any."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cycle: StepCycle,
+        module_buffers: ModuleBuffers | None,
+        warn_once: Callable[..., None],
+    ) -> None:
+        self._cycle, self._controller, self._gradients = cycle, cycle.controller, cycle.gradients
+        self.module_buffers, self._warn_once = module_buffers, warn_once
+        self._unseen: UnseenWaits | None = UnseenWaits(module, cycle.steps, lambda: cycle.lock, warn_once)
+
+    def release(self) -> None:
+        self._unseen.release()
+        self._unseen = None  # the session, which a handle keeps, must not keep the module
+        if self.module_buffers is not None:
+            self.module_buffers.release()
+
+    @property
+    def is_synchronizing(self) -> bool:
+        """Whether a forward pass that runs now is to be reduced."""
+        return self._cycle.sends and not self._cycle.progress.no_sync_blocks.is_open
+
+    def before(self, module: nn.Module, compiled: bool) -> None:
+        """``module``: that is called. ``compiled``: as a whole, and not split."""
+        cycle, controller = self._cycle, self._controller
+        cycle.forward_time.is_seen = True
+        training = module.training and torch.is_grad_enabled()
+        if compiled and training and controller.proposer.mode == "overlap" and controller.warmup is None:
+            # Compiled code has fixed the class of its parameters, so nothing shows which of them it reads.
+            self._warn_once(
+                "%s: the model is compiled as a whole, so its forward pass waits for all parameters; pass "
+                "gradcast.Options(split_compiled=True) (and torch.compile no fullgraph=True), or compile its blocks "
+                "(block.compile()), so that communication overlaps with it",
+                where(),
+            )
+        cycle.stop_watching_reads()  # of the loop
+        if compiled or torch.jit.is_tracing():
+            with cycle.waits.at(Cause.COMPILED if compiled else Cause.COMPLETION):
+                self.complete_step()
+        if controller.proposer.mode == "overlap":
+            self._unseen.before_forward(controller.unseen_reads, training)
+        if training:
+            graph_capture.refuse_capture(controller.group.device)
+        if torch.is_grad_enabled():
+            self._gradients.before_forward()
+        in_backward = current() != NO_TASK  # checkpoints run forward again
+        if not in_backward:
+            cycle.forget_late_updates()
+        cycle.forward_time.begin(module)
+        if not is_evaluation(module) and not in_backward and self.module_buffers is not None:
+            self._bring_buffers(module)
+        if training:
+            cycle.reads.forward_begins(compiled=compiled)
+        cycle.waits.forward_begins()
+        if is_evaluation(module):
+            self.before_evaluation()
+
+    def complete_step(self) -> None:
+        """Waits for the open gradients and runs all pending updates. torch.jit.trace() does not record that."""
+        with self._cycle.lock, pending.not_traced():
+            self._cycle.complete()
+
+    def before_evaluation(self) -> None:
+        """Nothing stays pending: if a weight were, nn.MultiheadAttention and TransformerEncoder would choose other
+        kernels, with other roundings, and other values at masked places."""
+        cycle = self._cycle
+        with cycle.lock, cycle.waits.at(Cause.PARAMETERS):
+            cycle.reads.completed()
+            if cycle.steps.due:
+                cycle.steps.stream.on_parameter_read()
+                cycle.steps.complete_all_updates()
+
+    def _bring_buffers(self, module: nn.Module) -> None:
+        """Rank 0's buffers, for the forward pass that begins."""
+        gradients = self._gradients
+        with self._cycle.lock, self._cycle.trace.timed("wait"), pending.not_traced():
+            if gradients.open and not gradients.all_sent:
+                gradients.wait_for_all()  # the pass has failed, and other ranks wait for what it has not sent
+            needed = gradients.passes.is_expected(module)
+            synchronizing = self.is_synchronizing and torch.is_grad_enabled()
+            self.module_buffers.before_forward(module, synchronizing=synchronizing, needed=needed)
+
+    def before_borrowed(self, module: nn.Module) -> None:
+        """``module`` is called with other tensors in place of its own."""
+        if self.module_buffers is not None and current() == NO_TASK:
+            self.module_buffers.before_borrowed_forward(module)
+
+    def after_borrowed(self, module: nn.Module, output: Any) -> None:
+        self._watch_output(module, output)
+        if self.module_buffers is not None and current() == NO_TASK:
+            self.module_buffers.after_borrowed_forward(module)
+
+    def after(self, module: nn.Module, output: Any) -> None:
+        self._cycle.forward_time.end()
+        if self._controller.warmup is not None:
+            self._controller.warmup.forward_ended(output)
+        self._watch_output(module, output)
+
+    def after_inner(self, inner: nn.Module, output: Any) -> None:
+        """``inner`` was called past DDP, which does not reduce the backward pass through this output."""
+        self._gradients.watch_output(inner, output, ForwardPass(synchronizes=False, training=inner.training))
+
+    def _watch_output(self, module: nn.Module, output: Any) -> None:
+        synchronizes = not self._cycle.progress.no_sync_blocks.is_open
+        self._gradients.watch_output(module, output, ForwardPass(synchronizes, module.training))
