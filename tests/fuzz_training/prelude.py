@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradcast
 from gradcast import _core
+from gradcast.training.plan.agreement import STATE_VERSION
 
 WIDTH = 8
 
@@ -116,7 +117,8 @@ def pin(handle, seed):
         blocks.append(_core.Block(ranges=merged, buffer=first[0]))
     plan = _core.Plan(blocks=blocks, mode=handle.mode, in_flight=chance.choice([1, 1, 2])).to_json()
     text, mode = profile.to_json(), handle.mode
-    state = {"mode": mode, "world_size": world_size, "profile": text, "layout": text, "plan": plan, "unseen_reads": []}
+    made = {"version": STATE_VERSION, "mode": mode, "world_size": world_size}
+    state = made | {"profile": text, "layout": text, "plan": plan, "unseen_reads": []}
     handle.load_state_dict(state)
 
 
