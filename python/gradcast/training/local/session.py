@@ -206,7 +206,7 @@ class LocalStepsSession(TrainingSession):
         if self._network is not None and limit_s is None:
             what = f"handle.detach() on every rank (this one has made {self.steps} steps)"
             with self._network.exchange.watch.waiting(what):
-                everyone = self.group.gather_beside_blocks(self.steps)
+                everyone = self.group.gather(self.steps, beside_blocks=True)
         self._warn_of_open_round()
         if min(everyone) != max(everyone):
             raise refused(
