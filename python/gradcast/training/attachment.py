@@ -101,7 +101,7 @@ class Attachment:
         given = self._given
         if not given.active:
             with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
-                self._setup.group.gather_beside_blocks(True)
+                self._setup.group.gather(True, beside_blocks=True)
             given.active = True
         given.enter(n)
         try:
@@ -116,7 +116,7 @@ class Attachment:
         waiting = self.session.exchange.watch.waiting(f"{what} on every rank")
         with waiting, group.together(what, beside_blocks=True):
             own = call()
-            check_same_sampler(group.gather_beside_blocks(own.settings))
+            check_same_sampler(group.gather(own.settings, beside_blocks=True))
             self._given.active = True
             if self._setup.options.weight is None and self._balancing is None:
                 self._weigh_samples()

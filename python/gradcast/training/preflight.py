@@ -131,7 +131,7 @@ def check_same_call(group: Group, mode: str, options: Options) -> list[Place]:
 
 def check_same_restart(group: Group, mode: str, options: Options) -> None:
     """As ``check_same_call``, during training: uses no process group. Collective."""
-    _check_same(group.gather_beside_blocks(_call(mode, options)))
+    _check_same(group.gather(_call(mode, options), beside_blocks=True))
 
 
 def _call(mode: str, options: Options) -> _Call:

@@ -142,7 +142,7 @@ def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_
     variation = StepVariation(call_ns=50e6)
     plan = _core.make_plan(profile, profile.link)
     proposer = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
-    agreed = proposer._proposal(profile, plan, variation)
+    agreed = proposer._completed(agreement.AgreedPlan(profile, plan, variation=variation))
     assert agreed.further_calls == 1, "so nothing is shown"
     with mock.patch.object(_core, "Monitor") as monitor:
         loop.PlanLoop._new_monitor(mock.Mock(meter=mock.Mock(sees_compute=True)), agreed)
@@ -152,7 +152,7 @@ def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_
     baseline = dataclasses.replace(agreed, runs_as_baseline=True)
     assert proposer.from_compute(baseline, 310e6).profile.forward_ns == pytest.approx(100e6)
     clips = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options(), lambda _: 0.25)
-    assert clips._proposal(profile, plan, variation).further_calls == 0.25
+    assert clips._completed(agreement.AgreedPlan(profile, plan, variation=variation)).further_calls == 0.25
 
 
 def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
@@ -198,7 +198,7 @@ def test_a_checkpoint_keeps_what_a_call_of_the_optimizer_costs():
     profile = measured_profile.replace_link(profile_of(200, 100, 10), link_of(1e5, 24.0))
     variation = StepVariation(call_ns=5e6)
     plan = _core.make_plan(profile, profile.link)
-    saved = proposer()._proposal(profile, plan, variation)
+    saved = proposer()._completed(agreement.AgreedPlan(profile, plan, variation=variation))
     state = agreement.checkpoint_state(saved, profile, "overlap", {})
     loaded = proposer().from_checkpoint(state)
     assert loaded.expectation == saved.expectation

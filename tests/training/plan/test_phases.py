@@ -10,8 +10,7 @@ from gradcast import _core
 
 pytest.importorskip("training.needs")
 from gradcast.training.plan.agreement import AgreedPlan
-from gradcast.training.plan.loop import PlanLoop
-from gradcast.training.plan.phases import Following
+from gradcast.training.plan.loop import Following, PlanLoop
 from gradcast.training.plan.step_meter import Iteration
 
 LAG = 2

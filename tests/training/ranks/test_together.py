@@ -2,6 +2,7 @@
 waits for the one that has failed, and all can go on."""
 
 import contextlib
+import functools
 import itertools
 import os
 import pwd
@@ -55,7 +56,7 @@ def come_together(made, beside_blocks, fail):
         lambda: made.from_first(2),
     ]
     with made.together("counting", beside_blocks=beside_blocks):
-        for number, send in enumerate([lambda: made.gather_beside_blocks(1)] * 2 if beside_blocks else messages):
+        for number, send in enumerate([lambda: made.gather(1, beside_blocks=True)] * 2 if beside_blocks else messages):
             fail(number)
             send()
         fail(number + 1)
@@ -109,7 +110,7 @@ def test_several_ranks_fail_at_several_places(rank):
 @on_ranks(2)
 def test_what_cannot_be_pickled_is_told(rank):
     made = made_group()
-    for send in (made.gather, made.gather_beside_blocks, made.from_first):
+    for send in (made.gather, functools.partial(made.gather, beside_blocks=True), made.from_first):
         value = threading.Lock() if rank.index == 0 else 1
         name, words = raised_by(lambda send=send, value=value: send(value))
         assert name == "Error", words

@@ -160,7 +160,7 @@ class Rounds:
         common, network = pacing.score(), self._network
         what = f"what options.local.evaluate returned after {self.steps} steps"
         with contextlib.nullcontext() if network is None else network.exchange.watch.waiting(what):
-            everyone = self._group.gather_beside_blocks((own, common))
+            everyone = self._group.gather((own, common), beside_blocks=True)
         every = pacing.choose(self.schedule.every, self.steps, everyone)
         # The momentum is the movement of a round, which is as many times as long.
         self._fragments.scale_momentum(every / self.schedule.every)

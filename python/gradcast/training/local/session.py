@@ -156,7 +156,7 @@ class LocalStepsSession(TrainingSession):
         if self._network is not None and limit_s is None:
             what = f"handle.detach() on every rank (this one has made {self.progress.steps} steps)"
             with self._network.exchange.watch.waiting(what):
-                everyone = self.group.gather_beside_blocks(self.progress.steps)
+                everyone = self.group.gather(self.progress.steps, beside_blocks=True)
         self._warn_of_open_round()
         if min(everyone) != max(everyone):
             raise refused(

@@ -16,16 +16,12 @@ All ranks are in the same phase, and all change it at the start of the same iter
 ``Fixed`` replaces Calibrating and Following if the user has pinned a plan or turned ``adapt`` off. Calibrating is the
 beginning of Following: iterations count for its monitor.
 
-* ``WarmingUp`` measures when gradients are ready, when parameters are read, and what blocks cost (warmup.py).
-* ``Calibrating`` compares the plan's first steps with the prediction (calibration.py).
-* ``Following`` asks the monitor (include/gradcast/monitor.h), which gets the same step reports on every rank and so
-  decides the same. From time to time the monitor tries the DDP baseline for a few iterations. If the baseline is as
-  fast, or if the plan is expected to gain too little, the ranks follow the baseline: gradients are sent as DDP sends
-  them. If the shares of the batch follow the ranks' speed, a change of one rank's compute is measured again only if the
-  shares do not answer it.
+The monitor (include/gradcast/monitor.h) gets the same step reports on every rank and so decides the same. From time to
+time it tries the DDP baseline for a few iterations. If the baseline is as fast, or if the plan is expected to gain too
+little, the ranks follow the baseline: gradients are sent as DDP sends them. If the shares of the batch follow the
+ranks' speed, a change of one rank's compute is measured again only if the shares do not answer it.
 
-The proposer (proposals.py) only computes: each transition gives it the measurements, rank 0 proposes, and all ranks
-check and follow (agreement.py).
+The proposer (proposals.py) only computes: a transition gives it measurements, and all ranks check what rank 0 proposes.
 """
 
 import contextlib
@@ -47,7 +43,6 @@ from gradcast.training.plan import agreement, calibration
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.calibration import Calibration
-from gradcast.training.plan.phases import Fixed, Following, Phase, WarmingUp
 from gradcast.training.plan.proposals import PlanChange, Proposer
 from gradcast.training.plan.step_alarms import StepAlarms
 from gradcast.training.plan.step_meter import Iteration, StepMeter
@@ -62,6 +57,55 @@ from gradcast.training.step.step_message import StepMessage
 _SHARE_STEPS = 64
 # Another plan may be better if clipping certifies so many more or fewer steps, as a share of all.
 _OTHER_SHARE = 0.2
+
+
+class Phase:
+    """``on_baseline``: the open iteration follows the DDP baseline, for good or as a trial. ``times_blocks``: the next
+    ``begin_iteration`` needs to know when the blocks of this iteration have finished. ``slowest_rank``: one that has
+    lately computed at least a tenth longer than the others."""
+
+    on_baseline = False
+    times_blocks = False
+    slowest_rank: int | None = None
+
+
+class Fixed(Phase):
+    pass
+
+
+class WarmingUp(Phase):
+    times_blocks = True
+
+    def __init__(self, warmup: Warmup, change: PlanChange | None = None) -> None:
+        """``change``: why the ranks measure again."""
+        self.warmup, self.change = warmup, change
+
+
+class Following(Phase):
+    """Follows a plan, and feeds its monitor."""
+
+    def __init__(
+        self, monitor: _core.Monitor, calibration: Calibration | None = None, *, on_baseline: bool = False
+    ) -> None:
+        """``calibration``: of the plan's first steps, in the phase Calibrating."""
+        self.monitor, self.calibration, self.on_baseline = monitor, calibration, on_baseline
+        self.iterations = 0  # since calibration
+
+    @property
+    def times_blocks(self) -> bool:  # type: ignore[override]
+        return self.calibration is not None
+
+    @property
+    def slowest_rank(self) -> int | None:  # type: ignore[override]
+        rank = self.monitor.slowest_rank
+        return None if rank < 0 else rank
+
+    def decide(self, reported: Iteration | None, reports: Sequence[StepReport] | None) -> _core.Decision | None:
+        """Returns the monitor's decision. ``reported``: the iteration that the reports are of; None is returned for one
+        before this plan."""
+        if reported is None or reported.phase is not self:
+            return None
+        return self.monitor.on_iteration(reported.on_baseline, [report.facts for report in reports or []])
 
 
 class PlanLoop:

@@ -104,10 +104,12 @@ class Proposer:
         pinned = path and pinned_proposal(path, self.sizes, self._modes, self.world_size)
         if pinned:
             return pinned
-        plan = self._choose(profile, measured.variation)
+        variation = measured.variation
+        plan = self._choose(profile, variation)
         hold_iterations = 0 if change is None else change.hold_iterations(profile, plan)
-        return self._proposal(
-            profile, plan, measured.variation, hold_iterations=hold_iterations, idle_saving_ns=measured.idle_saving_ns
+        saving_ns = measured.idle_saving_ns
+        return self._completed(
+            AgreedPlan(profile, plan, hold_iterations=hold_iterations, variation=variation, idle_saving_ns=saving_ns)
         )
 
     def from_calibration(self, agreed: AgreedPlan, profile: _core.Profile, steps: CalibrationSteps) -> AgreedPlan:
@@ -131,13 +133,12 @@ class Proposer:
         variation = StepVariation(link_spread, factors, agreed.variation.call_ns)
         is_confirmed = link is None and compute is None
         plan = self._choose(corrected, variation, present=agreed.plan if is_confirmed else None)
-        kept = {"hold_iterations": agreed.hold_iterations, "idle_saving_ns": idle_saving_ns}
-        return self._proposal(corrected, plan, variation, baseline_profile, **kept)
+        found = {"profile": corrected, "plan": plan, "variation": variation, "baseline_profile": baseline_profile}
+        return self._completed(dataclasses.replace(agreed, **found))
 
     def from_certified_share(self, agreed: AgreedPlan) -> AgreedPlan:
         """Returns a plan for the share of steps that clipping certifies now; nothing is measured anew."""
-        plan = self._choose(agreed.profile, agreed.variation)
-        return self._again(agreed, agreed.profile, plan, agreed.baseline_profile)
+        return self._completed(dataclasses.replace(agreed, plan=self._choose(agreed.profile, agreed.variation)))
 
     def from_compute(self, agreed: AgreedPlan, busy_ns: float) -> AgreedPlan:
         """Returns a plan for another compute time of the slowest rank, ns; nothing is measured anew."""
@@ -147,52 +148,38 @@ class Proposer:
         factor = max(0.0, busy_ns - update_ns - agreed.further_calls_ns) / passes_ns if passes_ns > 0 else 1.0
         factors = compute_cost.ComputeFactors(backward=factor, forward=factor, update=1.0)
         profile = compute_cost.scale_compute(profile, factors)
-        return self._again(agreed, profile, self._choose(profile, agreed.variation))
+        plan = self._choose(profile, agreed.variation)
+        return self._completed(dataclasses.replace(agreed, profile=profile, plan=plan, baseline_profile=None))
 
     def from_checkpoint(self, state: dict[str, Any]) -> AgreedPlan:
-        plan = _core.Plan.from_json(state["plan"])
+        plan, profile = _core.Plan.from_json(state["plan"]), _core.Profile.from_json(state["layout"])
         variation = StepVariation(call_ns=state.get("call_ns", 0.0))  # early states have none
-        return self._proposal(_core.Profile.from_json(state["layout"]), plan, variation)
+        return self._completed(AgreedPlan(profile, plan, variation=variation))
 
     def for_workers(self, profile: _core.Profile, here: MeasuredExchange, call_ns: float) -> AgreedPlan:
         """Returns a plan from the profile of other workers. ``call_ns``: see StepVariation."""
         profile = other_workers.for_workers(profile, here)
         variation = StepVariation(call_ns=call_ns)
-        return self._proposal(profile, self._choose(profile, variation), variation)
+        return self._completed(AgreedPlan(profile, self._choose(profile, variation), variation=variation))
 
-    def _again(
-        self, agreed: AgreedPlan, profile: _core.Profile, plan: _core.Plan, baseline: _core.Profile | None = None
-    ) -> AgreedPlan:
-        kept = {"hold_iterations": agreed.hold_iterations, "idle_saving_ns": agreed.idle_saving_ns}
-        return self._proposal(profile, plan, agreed.variation, baseline, **kept)
-
-    def _proposal(
-        self,
-        profile: _core.Profile,
-        plan: _core.Plan,
-        variation: StepVariation,
-        baseline_profile: _core.Profile | None = None,
-        **kept: Any,
-    ) -> AgreedPlan:
-        """``baseline_profile``: the profile under the baseline, if it differs. ``kept``: other fields."""
+    def _completed(self, draft: AgreedPlan) -> AgreedPlan:
+        """Returns the plan with its baseline and what is expected, if later measurements may replace it."""
+        profile, plan, variation = draft.profile, draft.plan, draft.variation
         if not self.options.plan.adapt or profile.link is None:
-            return AgreedPlan(profile, plan, variation=variation, **kept)
-        baseline_profile = baseline_profile or profile
+            return draft
+        baseline_profile = draft.baseline_profile or profile
         baseline = baseline_plan(baseline_profile)
         waiting_share = self._waiting_share(profile, plan)
         steps = profile, plan, baseline_profile, baseline, variation, waiting_share
         expectation = expect(*steps, read_first=self.read_first, reason=self.reason())
         calls = (1 - waiting_share) * further_calls(profile, _core.play(profile, profile.link, plan), plan.mode)
-        return AgreedPlan(
-            profile,
-            plan,
+        return dataclasses.replace(
+            draft,
             baseline=baseline,
             expectation=expectation,
             further_calls=calls,
-            variation=variation,
             baseline_profile=baseline_profile,
             certified=self._certified(profile, plan),
-            **kept,
         )
 
     def _certified(self, profile: _core.Profile, plan: _core.Plan) -> CertifiedShare | None:

@@ -89,16 +89,20 @@ class RanksTogether:
         if self._beside_blocks is not None:
             self._outcomes(_NOTHING, self._beside_blocks)
 
-    def gather(self, value: Any, what: str = AGREEMENT) -> list[Any]:
-        """Every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in flight.
-        ``what``: for errors of the network."""
-        assert self._beside_blocks is not True, "the ranks are together in the store"
-        return self._gathered(value, what, beside_blocks=False)
-
-    def gather_beside_blocks(self, value: Any) -> list[Any]:
-        """Same as ``gather``, through the store: blocks and the program's own collectives may be in flight. Slower."""
-        assert self._beside_blocks is not False, "the ranks are together in their group"
-        return self._gathered(value, AGREEMENT, beside_blocks=True)
+    def gather(self, value: Any, what: str = AGREEMENT, *, beside_blocks: bool = False) -> list[Any]:
+        """Returns every rank's value, in rank order, on every rank. Collective; nothing else of ``own`` may be in
+        flight. ``what``: for errors of the network. ``beside_blocks``: goes through the store, which is slower; blocks
+        and the program's own collectives may be in flight."""
+        assert self._beside_blocks in (None, beside_blocks), "the ranks are together elsewhere"
+        if self.world_size == 1:
+            return [value]
+        with self._reporting(what, beside_blocks):
+            if beside_blocks or not self._by_device:
+                return self._outcomes(Outcome(value), beside_blocks, what)
+            text = pickle.dumps(value)
+            self._outcomes(_NOTHING, beside_blocks)
+        with self.naming(what):
+            return list(map(pickle.loads, gather(self.own, text, self.device, extension.load())))
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank. Collective; nothing else of ``own`` may be in flight."""
@@ -127,7 +131,7 @@ class RanksTogether:
         if self.world_size == 1:
             return [compute()]
         with self._reporting(what, False):
-            return self._gathered(compute(), what, beside_blocks=False)
+            return self.gather(compute(), what)
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -141,17 +145,6 @@ class RanksTogether:
             raise
 
     # --- Outcomes ---
-
-    def _gathered(self, value: Any, what: str, *, beside_blocks: bool) -> list[Any]:
-        if self.world_size == 1:
-            return [value]
-        with self._reporting(what, beside_blocks):
-            if beside_blocks or not self._by_device:
-                return self._outcomes(Outcome(value), beside_blocks, what)
-            text = pickle.dumps(value)
-            self._outcomes(_NOTHING, beside_blocks)
-        with self.naming(what):
-            return list(map(pickle.loads, gather(self.own, text, self.device, extension.load())))
 
     @property
     def _by_device(self) -> bool:
