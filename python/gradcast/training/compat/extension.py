@@ -18,6 +18,7 @@ import os
 import shlex
 import stat
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 
 from gradcast.errors import Error
-from gradcast.training.compat import native_build
+from gradcast.training.compat import native_build, reference_counts
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Longer than any compilation takes, so a process that holds the lock for so long hangs.
@@ -38,13 +39,15 @@ _module: ModuleType | None = None
 
 
 def load() -> ModuleType:
-    """The module `_c10d`. Raises Error that says what to install if it cannot be built."""
+    """The module `_c10d`. Raises Error that says what to install if it cannot be built, or cannot be used here."""
     global _module
     if _module is None:  # asked without the lock, which takes longer than all of this
         with _lock:
             if _module is None:
                 version = _torch_version()
-                _module = _import(_installed(version) or _cached(version))
+                module = _import(_installed(version) or _cached(version))
+                reference_counts.check(module)
+                _module = module
     return _module
 
 
@@ -115,6 +118,11 @@ def _torch_version() -> str:
         raise _unusable("training needs PyTorch, which is not installed here; pip install torch") from None
     if not torch.distributed.is_available():
         raise _unusable("this PyTorch was built without torch.distributed; install one that has it")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise _unusable(
+            "this Python is free-threaded, where reference counts do not show which gradients a program keeps; train "
+            "with an ordinary build, one that has the GIL"
+        )
     return torch.__version__
 
 

@@ -10,20 +10,17 @@ Thread safety: under the session's lock, which an access takes.
 
 import collections
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from gradcast.training.compat import extension
+from gradcast.training.compat import extension, reference_counts
 from gradcast.training.step import pending
 from gradcast.training.step.parameter_state import ParameterState
 
 Lock = Callable[[], contextlib.AbstractContextManager]
-# To a state that nobody else holds: the optimizer's own, and the argument of getrefcount().
-_REFERENCES = 2
 
 
 class _OpenState(collections.defaultdict):
@@ -83,7 +80,7 @@ class OptimizerStateGuard:
     @property
     def is_held(self) -> bool:
         """Whether the program holds the dict ``optimizer.state`` itself, in which it would miss what updates add."""
-        return type(self._optimizer.state) is not GuardedState and sys.getrefcount(self._optimizer.state) > _REFERENCES
+        return type(self._optimizer.state) is not GuardedState and reference_counts.is_kept(self._optimizer, "state")
 
     def guard(self, states: Sequence[ParameterState], owner: pending.Owner) -> None:
         """The updates of these parameters are due from now on."""
@@ -126,7 +123,7 @@ class OptimizerStateGuard:
         """Runs the optimizer's own step, which waits for nothing. ``hidden``: other threads wait for its end."""
         self._is_updating = True
         if not hidden:
-            self._guarded.__class__ = _OpenState  # asks nobody
+            cast(Any, self._guarded).__class__ = _OpenState  # asks nobody
         try:
             action()
         finally:
