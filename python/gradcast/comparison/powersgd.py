@@ -70,6 +70,8 @@ def _sent(profile: _core.Profile, rank: int) -> Iterator[tuple[int, list[int]]]:
         )
     by_buffer: dict[int, list[dict]] = {}
     for tensor in tensor_fields(profile):
+        if tensor["name"].startswith("gradcast."):  # sent with the gradients, by gradcast alone
+            continue
         by_buffer.setdefault(tensor["buffer"], []).append(tensor)
     for tensors in by_buffer.values():
         # Gradients that were measured with 8-bit numbers are counted in groups of fp32.

@@ -196,18 +196,6 @@ def test_the_host_waits_for_values_no_more_often_than_said(rank, case, mode):
     return counts - collections.Counter(expected)
 
 
-@on_ranks(2)
-def test_every_block_starts_behind_the_usage_flags(rank):
-    """They are written all over the buffer where backward begins, and a gradient perhaps on another stream."""
-    with late_device() as transports:
-        attached = Attached(nn.Linear(8, 8), "hook")
-    for _ in range(3):
-        attached.step(torch.ones(4, 8))
-    (flat,) = session_of(attached.handle).exchange.buffers.flats
-    attached.handle.detach()
-    return transports[0].written_count(0, 0, flat.nbytes) - 3
-
-
 @pytest.mark.parametrize("next_use", ["flush", "backward"])
 @on_ranks(2)
 def test_a_failure_that_comes_after_the_host_has_gone_on_is_raised(rank, next_use):
