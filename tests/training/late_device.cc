@@ -84,14 +84,6 @@ class LateTransport final : public Transport, private CompletionSink {
     waited_count_ += is_behind() ? 0 : 1;
     changed_.wait(lock, is_behind);
   }
-  void on_written(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
-    const std::lock_guard lock(mutex_);
-    ++written_counts_[{buffer, lo_bytes, hi_bytes}];
-  }
-  int64_t written_count(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
-    const std::lock_guard lock(mutex_);
-    return written_counts_[{buffer, lo_bytes, hi_bytes}];
-  }
   // What is started from now on fails, a while after it was queued.
   void fail() {
     const std::lock_guard lock(mutex_);
@@ -153,7 +145,6 @@ class LateTransport final : public Transport, private CompletionSink {
   std::deque<Late> waiting_;
   ptrdiff_t most_open_ = 0;
   int64_t waited_count_ = 0;
-  std::map<std::tuple<int32_t, int64_t, int64_t>, int64_t> written_counts_;
   std::atomic<bool> fails_ = false;
   bool ended_ = false;
 
@@ -169,9 +160,8 @@ PYBIND11_MODULE(_late_device, module) {
       .def(py::init<py::object, int64_t>(), py::arg("inner"), py::arg("delay_us"))
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<LateTransport&>(), self); })
-      .def("on_written", &LateTransport::on_written)
+      .def("on_written", [](LateTransport&, int32_t, int64_t, int64_t) {})
       .def("forget_ranges", [](LateTransport&) {})
-      .def("written_count", &LateTransport::written_count)
       .def("fail", &LateTransport::fail)
       .def_property_readonly("most_open", &LateTransport::most_open)
       .def("order_behind", &LateTransport::order_behind, py::call_guard<py::gil_scoped_release>())
