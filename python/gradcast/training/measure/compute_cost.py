@@ -39,6 +39,7 @@ class ComputeFactors(NamedTuple):
 def compute_of(record: StepRecord, busy_ns: float, call_ns: float = 0.0, clock: DeviceClock | None = None) -> Compute:
     """Returns the compute time of a recorded step. ``busy_ns``: the step without its waits. ``call_ns``: cost of each
     further call of the optimizer. ``clock``: see StepRecord.total_ns."""
+    busy_ns = max(0.0, busy_ns)  # waits of several threads may be longer than their step
     backward_ns, update_ns = min(record.total_ns("backward", clock), busy_ns), record.total_ns("update", clock)
     forward_ns = max(0.0, busy_ns - backward_ns - update_ns)
     return Compute(backward_ns, forward_ns, max(0.0, update_ns - call_ns * max(0, record.update_calls - 1)))
