@@ -32,7 +32,7 @@ help:
 	@echo 'make wheels     wheels of the package into dist/, one for each Python that is here'
 	@echo 'make benchmark  time the planner, the engine and int8'
 	@echo 'make core       build and install what training needs;  make all  also tests and benchmarks'
-	@echo 'make lint       check style and types only;  make format  fix the style'
+	@echo 'make lint       check style only;  make format  fix it'
 	@echo 'make clean      remove everything that make made'
 
 .PHONY: demo

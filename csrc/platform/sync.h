@@ -6,6 +6,7 @@
 // Thread safety: any thread.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -25,6 +26,10 @@
 #define GC_EXCLUDES(...) GC_THREAD_ATTRIBUTE(locks_excluded(__VA_ARGS__))
 
 namespace gradcast {
+
+// A value that threads share without a lock.
+template <typename Value>
+using Atomic = std::atomic<Value>;
 
 class GC_THREAD_ATTRIBUTE(capability("mutex")) Mutex {
  public:

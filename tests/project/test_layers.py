@@ -267,7 +267,7 @@ USES = {
     "training": "comparison scaling",
     "training.handle": "comparison scaling snapshots",  # handle.snapshots()
     "snapshots": f"training.state {RANKS}",
-    "diagnosis": f"comparison scaling training.observe training.Handle training.Options {RANKS}",
+    "diagnosis": f"comparison scaling training.observe training.Handle training.Options training.Watch {RANKS}",
     "frameworks": f"snapshots training.state training.Handle training.Options training.attach.attach_inside "
     f"training.attach.attach_to_quorum training.attached_modules.detach_left training.sessions.quorum.Plans {RANKS}",
     "lab": "comparison training.observe",

@@ -71,7 +71,7 @@ REFUSED = {
     "no plan": ({"file": "text.json"}, "is not valid JSON"),
     "another model": ({"file": "plain/plan.json"}, "is a plan for another model: only one of the two has"),
     "another mode": ({"file": "hook/plan.json"}, "is a plan for hook mode; this training is in overlap mode"),
-    "other tensors": ({"file": "overlap/plan.json", "clip": 1.0}, "only one of the two has gradcast."),
+    "other tensors": ({"file": "overlap/plan.json", "clip": 1.0}, "of other sizes or types, or with other clipping"),
     "a parameter": ({"policy": "p3", "policy_parameters": {"slice_elements": -3}}, "slice_elements of policy p3 is -3"),
 }
 

@@ -22,7 +22,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -139,8 +138,8 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   std::vector<Hooked> hooked_;
 
   pybind11::object timed_;
-  std::atomic<bool> is_timed_ = false;
-  std::atomic<int64_t> sent_count_ = 0;
+  Atomic<bool> is_timed_ = false;
+  Atomic<int64_t> sent_count_ = 0;
 
   Mutex mutex_;
   int64_t task_ GC_GUARDED_BY(mutex_);

@@ -7,13 +7,14 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <iterator>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "platform/sync.h"
 
 namespace gradcast {
 
@@ -40,7 +41,7 @@ class GradientReference {
  private:
   Views views_;
   size_t index_;
-  std::atomic<bool> is_view_ = false;
+  Atomic<bool> is_view_ = false;
   pybind11::object own_ = pybind11::none();
 };
 
@@ -50,10 +51,10 @@ struct ParameterState {
   const size_t index;
   const std::string name;
   const pybind11::object parameter;
-  std::atomic<Phase> phase = Phase::kIdle;
+  Atomic<Phase> phase = Phase::kIdle;
   GradientReference visible_grad;  // the tensor that backward has put into .grad
   GradientReference update_grad;   // what the update uses
-  std::atomic<int64_t> frozen_steps = 0;
+  Atomic<int64_t> frozen_steps = 0;
   bool copy_due = false;
   bool updated_late = false;
   bool zero_after_update = false;

@@ -3,7 +3,7 @@
 from gradcast.training.attach import attach
 from gradcast.training.comm_hook import HookState, comm_hook
 from gradcast.training.handle import Handle
-from gradcast.training.options import Options
+from gradcast.training.options import Options, Watch
 from gradcast.training.verify import Verification, verify
 
-__all__ = ["Handle", "HookState", "Options", "Verification", "attach", "comm_hook", "verify"]
+__all__ = ["Handle", "HookState", "Options", "Verification", "Watch", "attach", "comm_hook", "verify"]

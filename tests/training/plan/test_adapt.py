@@ -43,7 +43,7 @@ def train(rank, mode, steps, facts_of, gain=1.5, **options):
         live = session_of(handle).controller
         stages_ns = {"backward": 0.6 * USUAL_NS, "loop": 1e6, "forward": 0.5 * USUAL_NS}
         live.meter.exposed.own_stages_ns = lambda *_: stages_ns
-        live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
+        live.new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
 
         def tell(step):
             live.meter._own_facts = lambda _: facts_of(rank.index, step - 1, live.phase.on_baseline) if step else None

@@ -72,7 +72,7 @@ def train(rank, gain_if_waiting):
         plan = planning(adapt=True, warmup_steps=WARMUP_STEPS)
         twins = Twins(rank, "plain", "adamw foreach", plan=plan, clip=gradcast.Clip(norm=1.0))
         live = session_of(twins.handle).controller
-        live._new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
+        live.new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
         live.meter._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.phase.on_baseline))
         seen = []
         for number, module, optimizer, forward in twins.rounds(SECOND_LOOK + 5):

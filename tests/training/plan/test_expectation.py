@@ -130,9 +130,9 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     )
     on_host, on_device = (mock.Mock(meter=mock.Mock(sees_compute=sees_compute)) for sees_compute in (True, False))
     with mock.patch.object(_core, "Monitor") as monitor:
-        loop.PlanLoop._new_monitor(on_host, agreed)
-        loop.PlanLoop._new_monitor(on_host, dataclasses.replace(agreed, runs_as_baseline=False))
-        loop.PlanLoop._new_monitor(on_device, agreed)
+        loop.PlanLoop.new_monitor(on_host, agreed)
+        loop.PlanLoop.new_monitor(on_host, dataclasses.replace(agreed, runs_as_baseline=False))
+        loop.PlanLoop.new_monitor(on_device, agreed)
     # On a device nobody knows, and nothing is expected.
     assert [call.kwargs["busy_ns"] for call in monitor.call_args_list] == pytest.approx([310e6, 620e6, 0])
 
@@ -145,7 +145,7 @@ def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_
     agreed = proposer._completed(agreement.AgreedPlan(profile, plan, variation=variation))
     assert agreed.further_calls == 1, "so nothing is shown"
     with mock.patch.object(_core, "Monitor") as monitor:
-        loop.PlanLoop._new_monitor(mock.Mock(meter=mock.Mock(sees_compute=True)), agreed)
+        loop.PlanLoop.new_monitor(mock.Mock(meter=mock.Mock(sees_compute=True)), agreed)
     assert monitor.call_args.kwargs["busy_ns"] == pytest.approx(360e6)
     same = proposer.from_compute(agreed, 360e6).profile
     assert (same.backward_ns, same.forward_ns) == pytest.approx((200e6, 100e6))
@@ -164,7 +164,7 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
     ]
     agreed = agreement.AgreedPlan(profile, plan, baseline, expected[0])
     live, same = mock.Mock(agreed=agreed), _core.Plan.from_json(plan.to_json())
-    keep_if_confirmed = loop.PlanLoop._keep_if_confirmed
+    keep_if_confirmed = loop.PlanLoop.keep_if_confirmed
     assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[1]))
     live.group.info.assert_not_called()
     assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[2]))

@@ -18,8 +18,7 @@ from gradcast import _core
 from gradcast.diagnosis.probe.prober import Prober
 from gradcast.diagnosis.trace.merged import RankTrace, compact
 from gradcast.errors import Error
-from gradcast.training import Handle, Options, observe
-from gradcast.training.options import Watch
+from gradcast.training import Handle, Options, Watch, observe
 
 _FOLLOWED_STEPS = 8
 # Uncounted steps of each version of the plan: in its first step, blocks of the version before still arrive.

@@ -239,7 +239,7 @@ class PlanLoop:
         with self._agreeing():
             steps = phase.calibration.gather(self.group)
             agreed = self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
-            if self._keep_if_confirmed(agreed):
+            if self.keep_if_confirmed(agreed):
                 phase.calibration = None
                 return phase
             if agreed.profile.to_json() != self.profile.to_json():
@@ -300,7 +300,7 @@ class PlanLoop:
                 f"the plan was made; planned again: {agreed.typical_step.step_ns / 1e6:.1f} ms per step predicted, "
                 f"{self.agreed.typical_step.step_ns / 1e6:.1f} before",
             )
-            return phase if self._keep_if_confirmed(agreed) else self.start_plan(agreed)
+            return phase if self.keep_if_confirmed(agreed) else self.start_plan(agreed)
 
     def _plan_for_compute(self, busy_ns: float) -> Phase:
         """``busy_ns``: compute of the slowest rank."""
@@ -340,7 +340,7 @@ class PlanLoop:
     def _agree(self, propose: Callable[[], AgreedPlan]) -> AgreedPlan:
         return agreement.agree(self.group, propose)
 
-    def _keep_if_confirmed(self, agreed: AgreedPlan) -> bool:
+    def keep_if_confirmed(self, agreed: AgreedPlan) -> bool:
         """Keeps the plan in force if the proposal is the same one, with what is now expected of it. Returns whether it
         is kept."""
         if not agreed.is_same_as(self.agreed):
@@ -364,7 +364,7 @@ class PlanLoop:
         if not self.proposer.options.plan.adapt or agreed.profile.link is None:  # a pinned plan has no link
             return Fixed()
         first_steps = Calibration(agreed.in_force, self.profile.link.pack_ns_per_byte) if calibrates else None
-        return Following(self._new_monitor(agreed), first_steps, on_baseline=agreed.runs_as_baseline)
+        return Following(self.new_monitor(agreed), first_steps, on_baseline=agreed.runs_as_baseline)
 
     def _follow(self, agreed: AgreedPlan) -> None:
         self.agreed = agreed
@@ -379,7 +379,7 @@ class PlanLoop:
         self._follow(self._agree(warmup.first_plan))
         return WarmingUp(warmup, change)
 
-    def _new_monitor(self, agreed: AgreedPlan) -> _core.Monitor:
+    def new_monitor(self, agreed: AgreedPlan) -> _core.Monitor:
         busy_ns = compute_ns(agreed.profile) + agreed.further_calls_ns
         if not self.meter.sees_compute:
             busy_ns = 0.0

@@ -282,7 +282,11 @@ def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world
         )
     order = [names.index(name) for name in tensors]
     profile = measured_profile.layout_profile(sizes, order, world_size=world_size, name="pinned")
-    plan.check(profile)
+    other = f"{path} is a plan for tensors of other sizes or types, or with other clipping"
+    try:
+        plan.check(profile)
+    except Error as error:
+        raise Error(f"{other}, or was changed ({error}); make it again", "invalid_plan") from None
     if made_with.get("hash") != plan_hash(plan, profile):
-        raise Error(f"{path} is a plan for tensors of other sizes or types; make it again", "invalid_plan")
+        raise Error(f"{other}; make it again", "invalid_plan")
     return AgreedPlan(profile, plan)

@@ -27,6 +27,7 @@ from typing import Any
 from gradcast.training.ranks.group import Group, ranks_named
 
 _TIMEOUT_S = 2.0  # of a connection, from its beginning to its end
+_ACCEPTING_S = 0.05
 TOKEN_BYTES = 16
 _KINDS = ("hello", "stall", "failure")
 HEAD = struct.Struct("!BII")  # number of the kind, rank, bytes of the entry
@@ -122,6 +123,7 @@ async def _serve_until(ended: asyncio.Future, listening: socket.socket, desk: _D
     server = await asyncio.start_server(desk.answer, sock=listening, backlog=_BACKLOG)
     with contextlib.suppress(asyncio.CancelledError):
         await ended
+    await asyncio.sleep(_ACCEPTING_S)  # else a connection that was just accepted stays open
     server.close()
     left = list(desk.open)
     for task in left:
