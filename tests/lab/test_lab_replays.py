@@ -81,7 +81,8 @@ def test_the_last_steps_are_taken_from_what_the_session_has_kept():
             trace.span(name, start_ns + begin_ms * MS, start_ns + end_ms * MS)
     blocks = [SimpleNamespace(due_ns=lo * MS, finish_ns=hi * MS) for lo, hi in ((10, 30), (30, 35), (50, 60))]
     timeline = [SimpleNamespace(iteration=number, blocks=blocks) for number in range(5)]
-    session = SimpleNamespace(plan=plan, trace=trace, exchange=SimpleNamespace(timeline=lambda: timeline))
+    report = SimpleNamespace(plan=plan, trace=trace)
+    session = SimpleNamespace(report=report, exchange=SimpleNamespace(timeline=lambda: timeline))
     handle = gradcast.Handle(torch.nn.Linear(1, 1), mock.Mock(session=session), [], [])
     times = [each * MS for each in (60, 928, 2, 10, 35)]
     assert last_steps(handle, 3) == [

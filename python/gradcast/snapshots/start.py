@@ -45,8 +45,8 @@ def start(
     """See Handle.snapshots."""
     group = training.group
     folder = on_every_rank(group, lambda: store.folder_of(folder))
-    given = training.optimizers if optimizer is None else optimizer
-    optimizers = on_every_rank(group, lambda: optimizers_in(given))
+    own = training.optimizers
+    optimizers = on_every_rank(group, lambda: own if optimizer is None else optimizers_in(optimizer))
     options = on_every_rank(group, lambda: dataclasses.replace(options, extra=by_name(options.extra)))
     before = resumed.get(folder)
     if before is not None and before.module is not None and before.module() is not module:
