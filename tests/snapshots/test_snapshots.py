@@ -57,7 +57,7 @@ def test_the_last_two_snapshots_stay_and_are_told(undisturbed):
     assert sorted(each.name for each in (tmp / "snapshots").glob("step-*")) == ["step-36", "step-40"]
     for told in everyone:
         assert (told["step"], told["every"], told["failed"], told["error"]) == (40, 4, 0, None)
-        # In overlap mode the snapshots, but for the last one, were copied behind updates, some of them in several parts.
+        # In overlap mode all but the last one were copied behind updates, some of them in several parts.
         assert told["parts"] > 9 if mode == "overlap" else told["parts"] == 0
         assert told["write_ms"] > 0
         assert told["copy_bytes"] > 0
