@@ -1,6 +1,7 @@
 """Whole programs of one rank, started as torchrun starts them: python -m training.programs <name> <arguments>.
 
 Each prints one line of JSON that begins with what it has to tell; how it leaves is what the tests look at.
+gradcast is imported where a program uses it: what it does at exit then runs before what the program registered earlier.
 """
 
 import atexit
@@ -19,7 +20,6 @@ import torch
 from torch import distributed, nn
 
 from training import compare
-from training.attached import planning
 from training.bomb import Bomb
 from training.models import TASKS
 from training.threads import threads_named
@@ -224,6 +224,7 @@ def soaks(steps: str, folder: str) -> None:
     """Long training beside DDP, in double precision: stragglers, evaluation, checkpoints, plan changes."""
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     import gradcast
+    from training.attached import planning
 
     task = TASKS["plain"]
     ours, theirs = task.module().double(), task.module().double()
