@@ -193,6 +193,7 @@ lint: $(VENV)/tools.stamp
 	ruff check .
 	ruff format --check --quiet .
 	clang-format --dry-run --Werror $(CXX_FILES)
+	mypy
 	@command -v actionlint >/dev/null || { \
 	  echo 'left out: actionlint is missing here (pip install -r tools/actionlint.txt)'; exit 0; }; actionlint
 

@@ -32,8 +32,11 @@ from gradcast.files import load_profile
 if TYPE_CHECKING:
     from gradcast.diagnosis.context import doctor
     from gradcast.snapshots import BalancedBatchSampler, ResumableLoader, ResumableSampler, Snapshots, resume
-    from gradcast.training import Handle, HookState, attach, comm_hook, verify
+    from gradcast.training import Handle, HookState
+    from gradcast.training.attach import attach
+    from gradcast.training.comm_hook import comm_hook
     from gradcast.training.options import Clip, LocalSteps, Nccl, Options, Planning, Watch
+    from gradcast.training.verify import verify
 
 __all__ = [
     "BalancedBatchSampler",

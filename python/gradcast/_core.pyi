@@ -167,7 +167,7 @@ class Plan:
     """The blocks of one iteration, in the order in which every rank starts them."""
 
     def __init__(
-        self, *, blocks: Sequence[Block], policy: str = "by hand", mode: Mode = "overlap", in_flight: int = 1
+        self, *, blocks: Sequence[Block], policy: str = "by hand", mode: str = "overlap", in_flight: int = 1
     ) -> None: ...
     policy: Final[str]
     mode: Final[Mode]
@@ -220,7 +220,7 @@ class Bound:
     exact: Final[bool]
 
 def bound(
-    profile: Profile, link: LinkModel, *, mode: Mode = "overlap", in_flight: int = 1, any_op: bool = False
+    profile: Profile, link: LinkModel, *, mode: str = "overlap", in_flight: int = 1, any_op: bool = False
 ) -> Bound:
     """Iteration times that no plan of this mode and in_flight can beat. ``any_op``: over plans with every kind of
     operation that the link has, instead of plans of all-reduces alone."""
@@ -248,7 +248,7 @@ def make_plan(
     link: LinkModel,
     *,
     policy: str = "forecast",
-    mode: Mode = "overlap",
+    mode: str = "overlap",
     in_flight: int = 1,
     parameters: Mapping[str, float] = ...,
 ) -> Plan:

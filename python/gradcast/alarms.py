@@ -61,7 +61,8 @@ class Observation:
         """A reader (documents.py) of dicts like ``handle.stats()["observed"]``."""
         found = _OBSERVATION(fields)
         names = [field.name for field in dataclasses.fields(cls) if found.get(field.name) is not None]
-        return cls(**{name: tuple(found[name]) if isinstance(found[name], list) else found[name] for name in names})
+        values: Any = {name: tuple(found[name]) if isinstance(found[name], list) else found[name] for name in names}
+        return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +266,7 @@ class Alarms:
             ranks = zip(*(getattr(each, f"{cause}_ms") for each in first), strict=False)
             if sums := [_learned(cause, values) for values in ranks]:
                 self._sums[cause] = sums
-        predicted = {
+        predicted: dict[str, list[tuple[Any, Any]]] = {
             LINK: [(each.link_ms, each.expected_link_ms) for each in first],
             WORKERS: [(each.step_ms, each.expected_ms) for each in first],
         }

@@ -125,8 +125,8 @@ def choose(steps: Sequence[Step], present: Sequence[int]) -> Change | None:
     busy_ns, present_ns = _longest(times, new), _longest(times, present)
     slowest = max(ranks, key=lambda r: times[r])
     median_time = sorted(times)[(len(times) - 1) // 2]  # of some rank, and of two the faster one's
-    steps_ns = [each + rest_ns for each in (busy_ns, present_ns, _longest(times, even))]
-    return Change(new, busy_ns, *steps_ns, slowest, times[slowest] / median_time)
+    step_ns, now_ns, even_ns = (each + rest_ns for each in (busy_ns, present_ns, _longest(times, even)))
+    return Change(new, busy_ns, step_ns, now_ns, even_ns, slowest, times[slowest] / median_time)
 
 
 def _longest(times: Sequence[float], shares: Sequence[int]) -> float:

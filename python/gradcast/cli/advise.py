@@ -110,7 +110,7 @@ def _worker_steps(args: argparse.Namespace, worker_count: int) -> float:
         )
     if args.batch is None:
         raise Error("--batch is missing; give the number of samples per worker and step of the profile")
-    return args.samples * (args.epochs or 1) / args.batch
+    return float(args.samples * (args.epochs or 1) / args.batch)
 
 
 def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:
@@ -204,6 +204,8 @@ def _row_json(row: ClusterOption | None, found: Advice) -> dict[str, Any] | None
     """Hours are null if a training is revoked so often that it never ends."""
     if row is None:
         return None
-    fields = {key: None if value == math.inf else value for key, value in dataclasses.asdict(row).items()}
+    fields: dict[str, Any] = {
+        key: None if value == math.inf else value for key, value in dataclasses.asdict(row).items()
+    }
     step_ms = fields.pop("step_ns") / 1e6
     return {**fields, "step_ms": step_ms, "cost": row.cost, "frontier": row in found.frontier}

@@ -97,7 +97,9 @@ def list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return convert_all
 
 
-def command(commands: Any, name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+def command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str, details: str, example: str
+) -> argparse.ArgumentParser:
     """Adds a command. Its description is ``summary`` and ``details``; the lines of ``example`` are kept."""
     return commands.add_parser(
         name,
@@ -155,7 +157,7 @@ def add_profile_argument(parser: argparse.ArgumentParser, *, several: bool = Fal
         option(parser, "--flops", "N", "with --step-times: floating-point operations of a step: 4.1G", argument(count))
 
 
-def add_schedule_options(parser: argparse.ArgumentParser) -> None:
+def add_schedule_options(parser: argparse._ActionsContainer) -> None:
     modes = "overlap: communication also overlaps with the next forward pass; hook: with backward only, as with DDP"
     option(parser, "--mode", None, modes, default="overlap", choices=["overlap", "hook"])
     option(parser, "--in-flight", "N", "largest number of blocks in flight", whole_number(1, 1_000_000), "1")
@@ -169,7 +171,7 @@ def add_uncertainty_options(parser: Any) -> None:
     option(parser, "--measured-algorithm", None, algorithm, choices=MEASURED_ALGORITHMS)
 
 
-def add_json_option(parser: argparse.ArgumentParser, help_: str = "print JSON instead of text") -> None:
+def add_json_option(parser: argparse._ActionsContainer, help_: str = "print JSON instead of text") -> None:
     parser.add_argument("--json", action="store_true", help=help_)
 
 

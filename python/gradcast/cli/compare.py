@@ -35,7 +35,10 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     difference = run_comparison.compare(load_run(args.a), load_run(args.b))
-    slowdown = ratio(difference.step.b, difference.step.a) - 1
+    step = difference.step
+    assert step.a is not None, "a run has steps"
+    assert step.b is not None, "a run has steps"
+    slowdown = ratio(step.b, step.a) - 1
     if args.json:
         common.print_json(_json(args, difference, slowdown))
     else:

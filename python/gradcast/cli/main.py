@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from gradcast import __version__, terminal
 from gradcast.cli import GROUPS
@@ -46,7 +46,7 @@ example:
 class _Parser(argparse.ArgumentParser):
     """argparse, but with one sentence instead of the whole usage for a wrong argument."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Rejects unknown arguments here, because the parent parser would point to its own --help."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
         sys.stdout.write(message)
         sys.stdout.flush()
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         self.exit(EXIT_WRONG_USE, f"gradcast: error: {terminal.on_one_line(message)}; see `{self.prog} --help`\n")
 
 

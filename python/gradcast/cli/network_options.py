@@ -120,9 +120,11 @@ def networks_from(args: argparse.Namespace, profile: _core.Profile) -> list[Netw
 def _placed(args: argparse.Namespace, profile: _core.Profile) -> argparse.Namespace:
     """The options, with the hosts and the algorithm of the profile's measurement where they name no others."""
     exchange = exchange_of(profile)
-    per_host = None if exchange is None else exchange.hosts.ranks_per_host
     others = [count for count in args.workers or [] if count != profile.world_size]
-    if per_host in (None, 1) or exchange.hosts.count == 1 or others or given(args, *_HOSTS):
+    if exchange is None or exchange.hosts.count == 1 or others or given(args, *_HOSTS):
+        return args
+    per_host = exchange.hosts.ranks_per_host
+    if per_host in (None, 1):
         return args
     algorithm = args.algorithm or ["hierarchical" if exchange.form == TWO_LEVEL else "ring"]
     placed = {"ranks_per_host": per_host, "algorithm": algorithm}
@@ -184,7 +186,7 @@ def _without_bandwidth(args: argparse.Namespace, option_: str) -> str:
 
 def _published(names: list[str]) -> list[_core.NamedNetwork]:
     """A name without a number of workers, such as 10gbe, stands for the networks of all numbers."""
-    found = {}
+    found: dict[str, _core.NamedNetwork] = {}
     for name in names:
         family = [named for named in _core.networks() if named.name.rpartition("-")[0] == name]
         found |= {named.name: named for named in family or [_core.network(name)]}
@@ -243,7 +245,7 @@ def _network(args: argparse.Namespace, algorithm: str, worker_count: int, bandwi
         link, words = _hierarchical(args, hosts, outside)
         return Network(link, f"hierarchical, {hosts.describe()}, {costs}, {words}", *known)
     link = {"ring": _core.ring_link, "tree": _core.tree_link}[algorithm](outside, worker_count)
-    on_hosts = f" on {hosts.describe()}" if hosts.ranks_per_host > 1 else ""
+    on_hosts = f" on {hosts.describe()}" if (hosts.ranks_per_host or 1) > 1 else ""
     words = f"{algorithm} of {worker_count} worker{'' if worker_count == 1 else 's'}{on_hosts}, {costs}"
     return _narrowed(args, Network(link, words, *known), worker_count, FLAT, RING)
 

@@ -49,7 +49,7 @@ def print_result(args: argparse.Namespace, fields: dict[str, Any]) -> bool:
         write_file(args.csv, _as_csv(_rows(fields)), "table")
     if args.json:
         common.print_json({**fields, "step_time": args.step_time})
-    return args.json
+    return bool(args.json)
 
 
 def _check_drawable(networks: list[Network]) -> None:

@@ -71,6 +71,12 @@ def compute_ns(profile: _core.Profile) -> float:
     return profile.backward_ns + profile.forward_ns + sum(tensor.update_ns for tensor in profile.tensors)
 
 
+def link_of(profile: _core.Profile) -> _core.LinkModel:
+    """Returns the profile's link. REQUIRES: it has one, as what several workers have measured has."""
+    assert profile.link is not None, "several workers have measured a link"
+    return profile.link
+
+
 def parse_policies(text: str) -> list[str]:
     """Parses ``all`` or a list such as ``forecast,ddp``. Raises Error for an unknown policy."""
     known = [info.name for info in _core.policies()]

@@ -145,7 +145,7 @@ class Doctor:
         rounds = self._rounds(group, ordinary, len(makers))
         wrappers, found = probes.run(makers, rounds, progress, threads)
         usual_ms = {stage: statistics.median_high(samples) for stage, samples in found["alone"].items()}
-        computing = launch_overhead.computing_ms(probes, wrappers["alone"], self._ddp.device, usual_ms)
+        computing: Any = launch_overhead.computing_ms(probes, wrappers["alone"], self._ddp.device, usual_ms)
         launch_unknown = next((each for each in group.gather(computing) if isinstance(each, str)), None)
         layers = layer_times.layers_ms(probes, wrappers["alone"], self._ddp.module, _LAYER_STEPS)
         pause_ms = statistics.median_high([each["loader"] + each["loop"] for each in ordinary])

@@ -55,7 +55,7 @@ class AttachCallback(TrainerCallback):
         """The newest snapshot, as a folder of a checkpoint of the Trainer; None if there is none. Raises
         Error(invalid_use) if the snapshot lacks files, and OSError."""
         place = self._snapshots.checkpoint("trainer", _write_checkpoint)
-        return place and str(place)
+        return None if place is None else str(place)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # model_wrapped is the DDP module, which callbacks do not get.

@@ -92,7 +92,7 @@ class Trainer(Training):
         if variant.mode == "ddp":
             called = ddp_alone(self.module, **_bucket_options(variant))
         elif variant.by_gradcast:
-            policy = {} if variant.policy is None else {"policy": variant.policy}
+            policy: dict[str, Any] = {} if variant.policy is None else {"policy": variant.policy}
             planning = gradcast.Planning(in_flight=variant.in_flight or in_flight, adapt=variant.adapt, **policy)
             options = gradcast.Options(plan=planning, wire=variant.wire)
             handle = gradcast.attach(self.module, optimizer if variant.mode == "overlap" else None, options=options)

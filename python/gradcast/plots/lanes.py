@@ -8,6 +8,7 @@ which are used first, as early as it can.
 import bisect
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.patches import Patch
@@ -183,7 +184,7 @@ def draw_key(figure: Any, axes: Any, colours: Any, *, plans: list[_core.Plan], s
     meaning = "ms of forward before\nits first use" if hook else "ms of forward until\na block is first used"
     bar.set_label(meaning, fontsize=8)
     bar.ax.tick_params(labelsize=8)
-    handles = [
+    handles: list[Artist] = [
         Patch(facecolor=BACKWARD, label="backward"),
         Patch(facecolor=FORWARD, label="forward"),
         Patch(facecolor=WAIT, label="forward waits"),

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from gradcast import _core
 from gradcast.comparison.compare import BASELINE, compute_ns, ratio, total_bytes
@@ -132,7 +132,7 @@ def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring")
             raise Error(
                 f"two profiles were measured on {profile.world_size} workers; give one for each number of workers"
             )
-        costs[profile.world_size] = in_a_ring(profile).link
+        costs[profile.world_size] = cast(_core.LinkModel, in_a_ring(profile).link)
     return Network(MEASURED, tuple(sorted(costs.items(), key=lambda cost: cost[0])), algorithm)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
+from gradcast.key_value_store import KeyValueStore
 
 _log = logging.getLogger("gradcast")
 
@@ -25,24 +25,23 @@ class LeftError(Exception):
     """A rank takes no part any more. The text says which one, and why."""
 
 
-def store_of(name: str) -> dist.Store:
-    """A store for the keys of ``name``, the same on all ranks. REQUIRES: torch.distributed is initialized."""
-    # A connection of its own: on the one that all share, a request waits for those of other threads.
-    return dist.PrefixStore(f"gradcast snapshots {name}", dist.distributed_c10d._get_default_store()).clone()
-
-
 class Agreement:
     """``store``: of these snapshots alone; None for a single worker."""
 
-    def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
-        self._store, self._rank, self._world_size, self._round = store, rank, world_size, 0
+    def __init__(self, store: KeyValueStore | None, rank: int, world_size: int) -> None:
+        self._shared, self._rank, self._world_size, self._round = store, rank, world_size, 0
         self._has_met = False
         self._end_s: float | None = None  # in monotonic time
+
+    @property
+    def _store(self) -> KeyValueStore:
+        assert self._shared is not None, "a single worker asks nobody"
+        return self._shared
 
     def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """What ``decide`` returns on rank 0 for the values of all ranks, in rank order. Every rank comes to the same
         calls. Raises LeftError if a rank has left before it has said its value."""
-        if self._store is None:
+        if self._shared is None:
             return decide([value])
         self._round += 1
         name = f"{self._round}"
@@ -60,14 +59,15 @@ class Agreement:
     def meet(self, value: Any, must_stop: Callable[[], bool]) -> list[Any] | None:
         """The values of all ranks, once all are here, where each comes once. None if rank 0 ``must_stop`` before, or
         has waited in ``decide`` since a rank wanted this: each may wait for the other elsewhere."""
-        if self._store is None:
+        if self._shared is None:
             return [value]
         if self._rank > 0:
             self._store.set(f"meet {self._rank}", pickle.dumps(value))
-            return pickle.loads(self._await(["meet decided"])[0])
+            values: list[Any] | None = pickle.loads(self._await(["meet decided"])[0])
+            return values
         keys = [f"meet {rank}" for rank in range(1, self._world_size)]
-        found = None if self._has_met else self._await(keys, must_stop)
-        values = None if found is None else [value, *map(pickle.loads, found)]
+        found = [] if self._has_met else self._await(keys, must_stop)
+        values = [value, *map(pickle.loads, found)] if found else None
         self._end_meeting(values)
         return values
 
@@ -81,22 +81,23 @@ class Agreement:
         self._end_s = min(time.monotonic() + limit_s, self._end_s or math.inf)
 
     def leave(self, why: str) -> None:
-        if self._store is not None:
+        if self._shared is not None:
             self._store.set("left", f"rank {self._rank}: {why}")
 
     def ask_for_one(self) -> None:
         """Some rank wants a snapshot soon."""
-        if self._store is not None:
+        if self._shared is not None:
             self._store.set("asked", "1")
 
     def is_asked_for_one(self) -> bool:
-        return self._store is not None and self._store.check(["asked"])
+        return self._shared is not None and self._store.check(["asked"])
 
-    def _await(self, keys: list[str], must_stop: Callable[[], bool] | None = None) -> list[bytes] | None:
+    def _await(self, keys: list[str], must_stop: Callable[[], bool] | None = None) -> list[bytes]:
+        """Returns their values, none if this rank ``must_stop`` before."""
         poll_s, since_s, said = _POLL_S, time.monotonic(), False
         while not self._store.check(keys):
             if must_stop is not None and must_stop():
-                return None
+                return []
             if must_stop is None and self._rank == 0 and not self._has_met and self._store.check(["asked"]):
                 self._end_meeting(None)
             if self._store.check(["left"]) and not self._store.check(keys):

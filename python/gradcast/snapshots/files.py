@@ -8,13 +8,12 @@ import contextlib
 import ctypes
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -64,7 +63,7 @@ class Pace:
 class _Stream:
     """A file that is hashed, and written in pieces, each in its turn. A piece may hold many small tensors."""
 
-    def __init__(self, file: io.BufferedWriter, pace: Pace) -> None:
+    def __init__(self, file: BinaryIO, pace: Pace) -> None:
         self._file, self._pace, self._since_s, self._written = file, pace, time.monotonic(), 0
         self._hash = hashlib.sha256()
 

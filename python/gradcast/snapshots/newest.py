@@ -96,6 +96,7 @@ def _read(place: Path, group: Group) -> tuple[Reading | None, str | None]:
     every = [(name, f"rank {rank}: {why}") for rank, (_, its, _) in enumerate(answers) for name, why in its.items()]
     reasons = dict(reversed(every))  # of the first rank
     if reasons:
+        assert reading is not None, "no rank has failed"
         own = on_every_rank(group, lambda: [name for name in reasons if reading.is_whole(name)])
         held = group.gather(own)
         for name, reason in reasons.items():
@@ -105,8 +106,8 @@ def _read(place: Path, group: Group) -> tuple[Reading | None, str | None]:
             failures = group.gather(_send(reading.place / name, group, sender, lacks=name in lacking))
             if first := next((each for each in failures if each is not None), None):
                 raise refused(f"the snapshot {place} cannot be completed: {first}; let it be written, or copy the file")
-        own = on_every_rank(group, lambda: reading.load(lacking))
-        left = [next(iter(each.values()), None) for each in group.gather(own)]
+        failed = on_every_rank(group, lambda: reading.load(lacking))
+        left = [next(iter(each.values()), None) for each in group.gather(failed)]
         if first := next((f"rank {rank}: {each}" for rank, each in enumerate(left) if each is not None), None):
             return None, first
     return reading, None

@@ -94,12 +94,12 @@ def difference(reading: Reading, common: dict[str, Any], training: Training, gro
             if here != there:
                 first = next((n for n in [*here, *there] if (n in here) != (n in there)), "the order")
                 return f"group {number} of the optimizer has other parameters ({first})"
-    for what, mine, theirs in (
+    for what, ours, its in (
         ("loader", loader is not None, common["has_loader"]),
         ("extra", sorted(extra), sorted(common["extra"])),
     ):
-        if mine != theirs:
-            return f"resume() is given {what}={mine}, and it was taken with {what}={theirs}"
+        if ours != its:
+            return f"resume() is given {what}={ours}, and it was taken with {what}={its}"
     workers = group.world_size
     if workers != reading.world_size and not common["is_global"]:
         return f"the place of its loader is of {reading.world_size} workers, and these are {workers}"

@@ -50,7 +50,9 @@ class Reading:
         """Raises DamageError, OSError, and Error(invalid_use) for another version."""
         self.place, self.paths, self.tensors = place, list[Path_](), dict[Path_, torch.Tensor]()
         fields = _metadata(place)
-        self.step, self.world_size, self.is_local = fields["step"], fields["world_size"], fields["is_local"]
+        self.step: int = fields["step"]
+        self.world_size: int = fields["world_size"]
+        self.is_local: bool = fields["is_local"]
         self.files = {name: Stored(each["bytes"], each["sha256"]) for name, each in fields["files"].items()}
         objects = [store.file_of(rank) for rank in range(self.world_size)] + [store.COMMON] * (not self.is_local)
         for name in (store.LAYOUT, store.OF_TORCH, *objects):

@@ -72,7 +72,7 @@ def resume(
     ready = on_every_rank(group, lambda: _checked(reading, saved, training, group, folder))
     on_every_rank(group, lambda: _restore_objects(saved, training, group.rank, reading.step))
     on_every_rank(group, lambda: _restore(reading, saved, training, ready))
-    if training.local is not None:
+    if training.local is not None and ready.rounds is not None:
         training.local.load(ready.rounds)
     if group.world_size == reading.world_size:
         device = next(training.module.parameters()).device
@@ -103,7 +103,7 @@ def _training_of(model: Any, optimizer: Any, loader: Any, extra: Any, attached: 
 
 @dataclasses.dataclass
 class _Ready:
-    """States to restore. ``optimizers``: see optimizer_state. ``rounds``: of local steps."""
+    """States to restore. ``optimizers``: see optimizer_state. ``rounds``: of local steps, None without."""
 
     optimizers: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]
     rounds: dict[str, Any] | None = None

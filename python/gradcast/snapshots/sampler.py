@@ -135,9 +135,10 @@ class ResumableLoader:
     of the epoch. Give this object as ``loader`` to whatever saves and restores; its state is one for all ranks.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         """Raises Error(invalid_use) for a loader whose batches cannot be counted."""
-        places = [each for each in (loader.batch_sampler, loader.sampler) if isinstance(each, PlaceInData)]
+        samplers: tuple[object, ...] = (loader.batch_sampler, loader.sampler)
+        places = [each for each in samplers if isinstance(each, PlaceInData)]
         if not places:
             raise refused(
                 f"ResumableLoader got a DataLoader with a {type(loader.sampler).__name__}, whose place cannot be "

@@ -13,7 +13,9 @@ class Schedule:
 
     def __init__(self, step: int, first: int) -> None:
         self._changed = threading.Condition()
-        self.step, self.next, self._proposed = step, first, None
+        self.step = step
+        self.next: int | None = first
+        self._proposed: int | None = None
         self._ended = False
 
     def advance(self) -> bool:

@@ -181,7 +181,7 @@ class Snapshots:
         if taken is None or not taken.awaiting:
             return
         with self._copying(taken):
-            self._copies.copy(name for name in names if name in taken.awaiting)
+            self._copied().copy(name for name in names if name in taken.awaiting)
             taken.awaiting.difference_update(names)
         if not taken.awaiting:
             self._finish_copy()
@@ -208,21 +208,27 @@ class Snapshots:
         finally:
             taken.written.stall_s += time.perf_counter() - start_s
 
+    def _copied(self) -> Copies:
+        assert self._copies is not None, "a snapshot is being copied"
+        return self._copies
+
     def begin_copy(self) -> None:
         """A forward pass begins, or a step without one: what is complete of a snapshot that is due is copied."""
-        taken, module = self._taken, self._module()
+        taken = self._taken
         if taken is None or taken.awaiting is not None:
             return
         self._step_times.touch()
         taken.awaiting = set()
         if taken.written.failure is None:
             with self._copying(taken):
-                self._copy_complete(taken, module)
+                self._copy_complete(taken)
         if not taken.awaiting:
             self._finish_copy()
 
-    def _copy_complete(self, taken: _Taken, module: nn.Module) -> None:
+    def _copy_complete(self, taken: _Taken) -> None:
         """Copies all but the parameters whose updates are due."""
+        module = self._module()
+        assert module is not None, "its forward pass begins, or the program closes its snapshots"
         taken.own["random"] = random_state(self._device)
         plan = self._training.saved()
         if self._is_local:
@@ -242,7 +248,7 @@ class Snapshots:
         self._copies.copy(n for n, _ in module.named_parameters() if n not in taken.awaiting)
 
     def _tell_size(self, taken: _Taken) -> None:
-        size = self._copies.size_bytes + sum(each.nbytes for each in taken.rounds.values())
+        size = self._copied().size_bytes + sum(each.nbytes for each in taken.rounds.values())
         if self.stats()["copy_bytes"] != size:
             self._writer.set_copy_bytes(size)
             _log.info("snapshots: rank %d keeps a copy of %.1f MB of the state", self._place.rank, size / 1e6)
@@ -256,14 +262,17 @@ class Snapshots:
 
     def _finish_copy(self) -> None:
         """All updates of the step have run: copies the rest, and has it written."""
-        taken, written, place = self._taken, self._taken.written, self._place
+        taken, place = self._taken, self._place
+        assert taken is not None, "a snapshot is being copied"
+        written = taken.written
         with self._copying(taken):
             if written.failure is None:
-                self._copies.copy_rest()
+                copies = self._copied()
+                copies.copy_rest()
                 if place.completes:
-                    written.paths = [(*self._prefix, *path) for path in (*self._copies.paths(), *taken.rounds)]
+                    written.paths = [(*self._prefix, *path) for path in (*copies.paths(), *taken.rounds)]
                 if self._is_local or place.rank == 0:
-                    taken.optimizers = self._copies.optimizers_state()
+                    taken.optimizers = copies.optimizers_state()
                 written.values = lambda: self._values(taken)
         self._taken = None
         self._writer.submit(written)
@@ -271,13 +280,13 @@ class Snapshots:
     def _values(self, taken: _Taken) -> tuple[dict[Path_, torch.Tensor], dict[str, bytes]]:
         """Returns this rank's part: tensors by path, and files of objects by name. The writer's thread calls it. Raises
         Error(invalid_use) for more than plain data."""
-        tensors = self._copies.values() | taken.rounds
+        tensors = self._copied().values() | taken.rounds
         others = {"the loader": taken.own["loader"], "the optimizer": taken.optimizers}
         for what, data in (taken.saved | {what: to_bytes(each, what) for what, each in others.items()}).items():
             require_plain(data, what)
         objects: dict[str, Any] = {store.file_of(self._place.rank): taken.own}
         if taken.optimizers is not None:
-            common = {"has_loader": self._loader is not None}
+            common: dict[str, Any] = {"has_loader": self._loader is not None}
             common["is_global"] = self._loader is None or isinstance(self._loader, ResumableLoader)
             common["optimizers"] = taken.optimizers
             common["model"], *extra = map(from_bytes, taken.saved.values())

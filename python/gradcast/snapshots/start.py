@@ -10,15 +10,16 @@ import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gradcast.errors import Error, refused
 from gradcast.intervals import united
+from gradcast.key_value_store import own_store
 from gradcast.snapshots import store
-from gradcast.snapshots.agreement import Agreement, store_of
+from gradcast.snapshots.agreement import Agreement
 from gradcast.snapshots.files import Pace
 from gradcast.snapshots.frequency import PlannedStep
 from gradcast.snapshots.newest import on_every_rank
@@ -65,9 +66,10 @@ def start(
     if options.over_network and place.world_size > 1:
         pace.is_network_busy = lambda: training.session.report.is_sending
         pace.planned = lambda: planned_step(training)
+    asked = own_store(f"gradcast snapshots {name}") if place.world_size > 1 else None
     snapshots = Snapshots(
         place,
-        Agreement(store_of(name) if place.world_size > 1 else None, place.rank, place.world_size),
+        Agreement(asked, place.rank, place.world_size),
         module,
         optimizers,
         training,
@@ -77,7 +79,7 @@ def start(
     )
     hooks = [each.register_forward_pre_hook(UncopiedHook(snapshots.before_forward)) for each in training.called]
     hooks += [each.register_step_pre_hook(snapshots.before_step) for each in optimizers]
-    functions = {"without_forward": snapshots.begin_copy, "on_detach": snapshots.abandon}
+    functions: dict[str, Any] = {"without_forward": snapshots.begin_copy, "on_detach": snapshots.abandon}
     callback = UpdateCallback(snapshots.on_update, after_step=snapshots.after_step, **functions)
     snapshots.follow(training.follow(callback), hooks)
     return snapshots
@@ -221,11 +223,11 @@ def _require_plain_states(
 
 
 def _is_above_0(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < cast(float, value) < math.inf
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and cast(int, value) >= 1
 
 
 def planned_step(training: TrainingState) -> PlannedStep | None:

@@ -24,13 +24,14 @@ class Whole:
             )
         every = [saved_in(reading, rank) for rank in range(reading.world_size)]
         self._common, self.ranks = every[0].common, [each.own for each in every]
+        self._model: dict[str, Any] = self._common["model"]
         self.extra: dict[str, Any] = self._common["extra"]
         self._tensors = reading.tensors
 
     def model(self) -> dict[str, Any]:
         """The module's state dict, in host memory."""
         tensors = self._tensors.items()
-        return {path[1]: tensor for path, tensor in tensors if path[0] == "model"} | self._common["model"]
+        return {path[1]: tensor for path, tensor in tensors if path[0] == "model"} | self._model
 
     def optimizers(self) -> list[dict[str, Any]]:
         """The optimizers' state dicts, in host memory."""

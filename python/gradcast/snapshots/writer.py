@@ -37,7 +37,7 @@ class SnapshotOptions:
     keep: int
     every: int | None
     loader: Any
-    extra: Mapping[str, Any] | None
+    extra: Mapping[str, Any]
     write_bytes_per_s: float | None
     over_network: bool
     signals: Collection[int]
@@ -238,7 +238,8 @@ class Writer:
             if error is None:
                 self._require_own_folder()
                 try:
-                    writing.complete(parts, written.paths, world_size=self._place.world_size, is_local=written.is_local)
+                    known = [each for each in parts if each is not None]
+                    writing.complete(known, written.paths, world_size=self._place.world_size, is_local=written.is_local)
                 except Exception as failure:
                     error = _described(failure)
             if error is not None:
@@ -246,7 +247,7 @@ class Writer:
         cost_s, step_s = self._times.cost_s(written.stall_s)
         write_s = time.perf_counter() - written.begun_s
         own = _Outcome(error, write_s, cost_s, step_s or max(write_s, 1e-3), self._schedule.step, network_s)
-        outcome = self._agreement.decide(own, _worst)
+        outcome: _Outcome = self._agreement.decide(own, _worst)
         self._delete_old(outcome)
         return outcome
 
@@ -274,9 +275,8 @@ class Writer:
                 self._costs.add(outcome.write_s, outcome.cost_s, outcome.step_s)
                 self._written_s = time.monotonic()
                 ms = {"stall_ms": written.stall_s * 1e3, "write_ms": outcome.write_s * 1e3}
-                network_s = outcome.network_s
-                ms["predicted_network_ms"] = None if network_s is None else network_s * 1e3
-                self._stats |= {"step": written.step, **ms}
+                predicted_ms = None if outcome.network_s is None else outcome.network_s * 1e3
+                self._stats |= {"step": written.step, **ms, "predicted_network_ms": predicted_ms}
             else:
                 self._stats["failed"] += 1
         if error is not None and not self._is_failing and self._place.rank == 0:

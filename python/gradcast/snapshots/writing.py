@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -58,7 +58,8 @@ class _FileOfTensors:
         with file.open("rb") as stream:
             for each in sorted(written, key=lambda each: each.storage_data.offset):
                 begin, length, key = each.storage_data.offset, each.storage_data.length, each.index.fqn
-                reader = torch._C.PyTorchFileReader(_create_file_view(stream, begin, length))
+                # torch's stubs lack what it reads.
+                reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], _create_file_view(stream, begin, length)))
                 values = self.offsets[key] = begin + reader.get_record_offset("data/0")
                 stream.seek(position)
                 before = bytearray(stream.read(values - position))
@@ -76,8 +77,8 @@ class _FileOfTensors:
                 checksum = zlib.crc32(values)
                 for part, place in checksums:
                     struct.pack_into("<I", part, place, checksum)
-                for part in (before, values, behind):
-                    stream.write(part)
+                for piece in (before, values, behind):
+                    stream.write(piece)
 
 
 def _checksums(before: bytearray, behind: bytearray, checksum: int) -> list[tuple[bytearray, int]]:
@@ -93,7 +94,7 @@ def _checksums(before: bytearray, behind: bytearray, checksum: int) -> list[tupl
 
 
 # Of one rank: torch's plan and results, and by tensor what LAYOUT holds.
-_OwnLayout = tuple[list[WriteItem], Sequence[WriteResult], list[dict[str, Any]]]
+_OwnLayout = tuple[list[WriteItem], list[WriteResult], list[dict[str, Any]]]
 
 
 class Part(NamedTuple):
@@ -164,6 +165,7 @@ class Writing:
         written = writer.write_data(plan, planner).value() if items else []
         layout.file = _FileOfTensors(folder / written[0].storage_data.relative_path, written, flat) if items else None
         self._files.sync()
+        offsets = layout.file.offsets if layout.file is not None else {}
         layout.own = kinds  # nothing has failed, so that the others learn of it
         own = [
             {
@@ -171,7 +173,7 @@ class Writing:
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
                 "file": written[0].storage_data.relative_path,
-                "offset": layout.file.offsets[_key(path)],
+                "offset": offsets[_key(path)],
             }
             for path, tensor in tensors.items()
         ]

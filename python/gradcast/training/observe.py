@@ -18,6 +18,7 @@ from gradcast.training.options import Options
 from gradcast.training.plan.calibration import STEPS as CALIBRATION_STEPS
 from gradcast.training.plan.expectation import StepVariation
 from gradcast.training.sessions.disabled import VARIABLE
+from gradcast.training.sessions.session import Session
 from gradcast.training.step_stream import Step, steps_of
 
 __all__ = ["CALIBRATION_STEPS", "EarlyUses", "Step", "last_steps", "leave_to_ddp", "tried", "variation"]
@@ -31,7 +32,9 @@ def last_steps(handle: Handle, count: int) -> list[Step]:
 
 def variation(handle: Handle) -> StepVariation:
     """How much the steps that the plan was made from differ. Known on rank 0 only. REQUIRES: as ``last_steps``."""
-    return handle._training.session.controller.agreed.variation
+    session = handle._training.session
+    assert isinstance(session, Session), "a plan is followed"
+    return session.controller.agreed.variation
 
 
 def leave_to_ddp() -> None:

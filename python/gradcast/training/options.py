@@ -294,7 +294,7 @@ class Options(_Group, prefix="options"):
             raise Error(f"options.{name} is given with options.local, and {_NOT_LOCAL[name]}; leave one of them out")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # a pickle of before there were groups is answered, too
+        Options.__init__(self, **state)  # a pickle of before there were groups is answered, too
 
     def changed(self, names: Iterable[str]) -> dict[str, Any]:
         """Returns those of these settings ("watch.on_alarm") that are not the default, and their values."""

@@ -140,7 +140,7 @@ def _call(mode: str, options: Options) -> _Call:
 
 def _settings(group: Any, prefix: str = "") -> dict[str, Any]:
     """By name, as in "clip.norm"."""
-    found = {}
+    found: dict[str, Any] = {}
     for each in dataclasses.fields(group):
         name, value = prefix + each.name, getattr(group, each.name)
         if name not in _MAY_DIFFER:

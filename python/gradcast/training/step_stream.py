@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from gradcast import _core
 from gradcast.intervals import busy_periods_ns
@@ -33,8 +33,8 @@ class Step:
 
 
 def steps_of(session: TrainingSession, records: Sequence[StepRecord]) -> list[Step]:
-    """``records``: complete ones of the session."""
-    iterations = {each.iteration: each.blocks for each in session.exchange.timeline()} if records else {}
+    """``records``: complete ones of the session, which follows a plan if there are any."""
+    iterations = {each.iteration: each.blocks for each in cast(Any, session).exchange.timeline()} if records else {}
     return [_step(each, iterations[each.iteration]) for each in records if each.iteration in iterations]
 
 

@@ -61,7 +61,8 @@ def verify(
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
         raise refused("verify compares workers: start two or more, and call init_process_group() first")
     are_several = isinstance(module, list | tuple)
-    module = joined(module) if are_several else unwrapped(module)
+    given: Any = module
+    whole: Any = joined(given) if are_several else unwrapped(given)
     # adapt=False: the plan is followed even if it gains nothing. DDP has no weights.
     options = options or Options()
     options = dataclasses.replace(options, plan=dataclasses.replace(options.plan, adapt=False), weight=None)
@@ -73,10 +74,10 @@ def verify(
         torch.cuda.set_rng_state_all(device_states)
         compute_loss(called if are_several else called[0]).backward()
 
-    def parts(whole: nn.Module) -> list[nn.Module]:
+    def parts(whole: Any) -> list[nn.Module]:
         return list(whole) if are_several else [whole]
 
-    theirs, ours = copy.deepcopy(module), copy.deepcopy(module)
+    theirs, ours = copy.deepcopy(whole), copy.deepcopy(whole)
     ddps = [_in_ddp(each, process_group) for each in parts(theirs)]
     local = copy.deepcopy(theirs)  # with rank 0's parameters
     run_backward(ddps)

@@ -53,7 +53,7 @@ def mistakes(evidence: Evidence) -> list[Mistake]:
     for key, title, remedy in (each for rule in rules for each in rule(evidence)):
         cost = evidence.costs.get(key)
         if cost is None or cost.low > 0:
-            found.append(Mistake(key, title, cost and cost.value, remedy))
+            found.append(Mistake(key, title, None if cost is None else cost.value, remedy))
     return sorted(found, key=lambda each: -(each.cost_ms or 0.0))
 
 

@@ -122,7 +122,7 @@ def _filled(profile: _core.Profile, order: Sequence[str], caps_bytes: tuple[int,
 def laid_out_ms(
     profile: _core.Profile, laid_out: Sequence[Sequence[int]], link: _core.LinkModel | None = None
 ) -> float:
-    places, ends = [], {}  # in the tensors' buffers
+    places, ends = [], dict[int, int]()  # in the tensors' buffers
     for tensor in profile.tensors:
         start = ends.get(tensor.buffer, 0)
         ends[tensor.buffer] = start + tensor.bytes

@@ -222,11 +222,11 @@ def _nominal(measured: NetworkMeasurements) -> Iterator[Finding]:
                 best[host] = max(best.get(host, (0.0, pair)), (rate / (1e-3 * nominal), pair), key=lambda each: each[0])
     share, pair = min(best.values(), key=lambda each: each[0], default=(1.0, None))
     if pair is not None and share < NOMINAL_SHARE:
-        host = _slower_card(measured, pair)
-        name = host.chosen.interface
+        slower = _slower_card(measured, pair)
+        name = slower.chosen.interface
         yield Finding(
             "below_nominal",
-            f"{name} of {host.label} is a {_rate(1e-3 * (host.interface.speed_mbit_per_s or 0))} link, but TCP "
+            f"{name} of {slower.label} is a {_rate(1e-3 * (slower.interface.speed_mbit_per_s or 0))} link, but TCP "
             f"reaches {_rate(pair.best_tcp_gbit_per_s or 0.0)} between {measured.names(pair)}: a slower "
             "link on the path, other traffic, a limit of the cloud's machine type, or the CPU is the limit. Compare "
             f"with `iperf3 -P 8`; large frames (`ip link set {name} mtu 9000`, on all hosts and switches) "

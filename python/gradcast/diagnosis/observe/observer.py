@@ -19,7 +19,7 @@ import collections
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -66,9 +66,9 @@ class Observer:
             ddp.module.register_forward_pre_hook(lambda *_: self.early_uses.stop()),
         ]
         main = max(optimizers, key=lambda each: sum(p.numel() for g in each.param_groups for p in g["params"]))
-        for each in optimizers:
-            after = each.register_step_post_hook(functools.partial(self._after_update, each is main))
-            before = each.register_step_pre_hook(functools.partial(self._before_update, after.id))
+        for optimizer in optimizers:
+            after = optimizer.register_step_post_hook(functools.partial(self._after_update, optimizer is main))
+            before = optimizer.register_step_pre_hook(functools.partial(self._before_update, after.id))
             self._handles += [before, after]
         # Only if DDP itself searches for parameters without gradients, because it costs a call per gradient.
         self._used: set[int] = set()
@@ -166,7 +166,7 @@ class Observer:
     def _before_update(self, after: int, optimizer: Optimizer, *_: Any) -> None:
         # Moved behind the step's other hooks, so that removing it while torch calls them is safe.
         if after in optimizer._optimizer_step_post_hooks:
-            optimizer._optimizer_step_post_hooks.move_to_end(after)
+            cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(after)
         self.early_uses.stop()
         self._in_update = True  # with a closure, the passes run inside
         if self._versions_after_backward is not None:

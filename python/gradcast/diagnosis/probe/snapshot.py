@@ -41,6 +41,7 @@ class Snapshot:
         self._contents = [_Contents(each) for each in [*contents, *groups]]
         self._states = [(each.state, dict(each.state)) for each in optimizers]
         # The dictionaries are replaced, not emptied, because torch may be iterating over the old ones.
+        self._hooks: list[tuple[Any, str, Any]]
         self._hooks = [(optimizers_module, name, getattr(optimizers_module, name)) for name in _GLOBAL_HOOKS]
         self._hooks += [(each, name, getattr(each, name)) for each in optimizers for name in _OWN_HOOKS]
         self._random = [(device, random_state(device)) for device in {each.device for each in parameters}]
@@ -63,8 +64,8 @@ class Snapshot:
             each.restore()
         for owner, name, hooks in self._hooks:
             setattr(owner, name, hooks)
-        for device, state in self._random:
-            restore_random_state(state, device)
+        for device, drawn in self._random:
+            restore_random_state(drawn, device)
 
 
 class _Contents:

@@ -39,9 +39,9 @@ class RunComparison(NamedTuple):
 def compare(a: dict[str, Any], b: dict[str, Any]) -> RunComparison:
     """Compares the fields of two doctor.json. A difference is b - a."""
     floors = [{"ms": run.get("floor_ms")} for run in (a, b)]
-    times = [("step", "step", a["step"], b["step"])]
+    times: list[tuple[str, str, Any, Any]] = [("step", "step", a["step"], b["step"])]
     times += [(key, words, part_ms(a, key), part_ms(b, key)) for key, words in PARTS.items()]
-    times.append(("floor", "floor: lower bound of all schedules", *floors))
+    times.append(("floor", "floor: lower bound of all schedules", floors[0], floors[1]))
     rows = [_compared(*each, ("ms", "low_ms", "high_ms")) for each in times]
     in_a, in_b = ({action["key"]: action for action in run.get("actions") or []} for run in (a, b))
     titles = {key: action["title"] for key, action in (in_b | in_a).items()}
@@ -67,8 +67,8 @@ def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     models = [run.get("model") or {} for run in (a, b)]
     pairs += [("the model", models[0].get("name"), models[1].get("name"))]
     pairs += [("the bytes of gradients", models[0].get("bytes"), models[1].get("bytes"))]
-    launch = ["no" if part_ms(run, "launch") is None else "yes" for run in (a, b)]
-    pairs += [("whether launch overhead was measured", *launch)]
+    one, other = ("no" if part_ms(run, "launch") is None else "yes" for run in (a, b))
+    pairs += [("whether launch overhead was measured", one, other)]
     return [f"{words} ({one} and {other})" for words, one, other in pairs if one != other]
 
 

@@ -181,7 +181,7 @@ def in_lanes(items: Sequence[T], ends: Callable[[T], tuple[float, float]]) -> li
 
 def nested(spans: Sequence[Span]) -> list[Span]:
     """Cuts spans so that each lies inside or outside of every other: clocks are read one after the other."""
-    open_ends: list[float] = []
+    open_ends: list[int] = []
     cut = []
     for span in sorted(spans, key=lambda each: (each.start_ns, -each.end_ns)):
         while open_ends and open_ends[-1] <= span.start_ns:

@@ -42,12 +42,12 @@ class ArmedReducer(torch.distributed.Reducer):
 def _making_armed_reducers() -> Iterator[None]:
     """Inside, DDP makes its reducer of this class."""
     # A reducer made earlier cannot change its class, and DDP has no parameter for it.
-    own = torch.distributed.Reducer
-    torch.distributed.Reducer = ArmedReducer
+    package: Any = torch.distributed
+    own, package.Reducer = package.Reducer, ArmedReducer
     try:
         yield
     finally:
-        torch.distributed.Reducer = own
+        package.Reducer = own
 
 
 class DdpTakeover:

@@ -187,8 +187,8 @@ def _run(commands: list[list[str]]) -> None:
 
 def _run_one(begun: list[subprocess.Popen], command: list[str], text: str = "") -> str:
     """Returns what the compiler prints; ``text``: its standard input."""
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, **streams, text=True, errors="replace")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace")
     begun.append(process)
     try:
         output = process.communicate(text, timeout=_TIMEOUT_S)[0]

@@ -148,7 +148,8 @@ class Fragments:
                     piece.values[place] = local
 
     def _make_buffers(self, wire: str) -> None:
-        names, tensors = [], []
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
         for number, pieces in enumerate(self.pieces):
             self.indices.append([])
             for piece in pieces:

@@ -259,7 +259,7 @@ class Rounds:
         return {"settings": self._settings(), "place": place, "tensors": tensors}
 
     def _settings(self) -> dict[str, Any]:
-        own = {"every": self._local.every, "every_max": self._local.every_max, "wire": self._wire}
+        own: dict[str, Any] = {"every": self._local.every, "every_max": self._local.every_max, "wire": self._wire}
         own |= {"overlap": self._longest.overlap, "local_share": self.local_share, "world_size": self._group.world_size}
         return own | OuterOptimizer.of(self._local).settings() | {"cuts": self._fragments.identity()}
 

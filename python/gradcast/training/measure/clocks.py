@@ -4,9 +4,15 @@ On CUDA, stamps are events on the current stream, since the host runs ahead of t
 """
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class Clock(Protocol):
+    def stamp(self) -> Any: ...
+    def between(self, start: Any, end: Any) -> float:
+        """Returns ns."""
 
 
 class HostClock:
@@ -34,5 +40,5 @@ class DeviceClock:
         return start.elapsed_time(end) * 1e6
 
 
-def clock_of(device: torch.device) -> HostClock | DeviceClock:
+def clock_of(device: torch.device) -> Clock:
     return DeviceClock(device) if device.type == "cuda" else HostClock()

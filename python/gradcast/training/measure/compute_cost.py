@@ -2,12 +2,12 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from gradcast import _core
 from gradcast.errors import refused
 from gradcast.files import scaled_profile
-from gradcast.training.measure.clocks import DeviceClock
+from gradcast.training.measure.clocks import Clock
 from gradcast.training.measure.step_trace import Stamp, StepRecord
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class ComputeFactors(NamedTuple):
     update: float
 
 
-def compute_of(record: StepRecord, busy_ns: float, call_ns: float = 0.0, clock: DeviceClock | None = None) -> Compute:
+def compute_of(record: StepRecord, busy_ns: float, call_ns: float = 0.0, clock: Clock | None = None) -> Compute:
     """Returns the compute time of a recorded step. ``busy_ns``: the step without its waits. ``call_ns``: cost of each
     further call of the optimizer. ``clock``: see StepRecord.total_ns."""
     busy_ns = max(0.0, busy_ns)  # waits of several threads may be longer than their step
@@ -45,10 +45,10 @@ def compute_of(record: StepRecord, busy_ns: float, call_ns: float = 0.0, clock: 
     return Compute(backward_ns, forward_ns, max(0.0, update_ns - call_ns * max(0, record.update_calls - 1)))
 
 
-def device_compute_of(record: StepRecord, end: Stamp, clock: DeviceClock, call_ns: float) -> Compute | None:
+def device_compute_of(record: StepRecord, end: Stamp, clock: Clock, call_ns: float) -> Compute | None:
     """The same on a device, for which the host waits; None if the stamps leave no time for backward. REQUIRES: the
     record begins with a stamp. ``end``: where the next one begins."""
-    busy_ns = clock.between(record.start_ns.event, end.event) - record.total_ns("wait", clock)
+    busy_ns = clock.between(cast(Stamp, record.start_ns).event, end.event) - record.total_ns("wait", clock)
     compute = compute_of(record, busy_ns, call_ns, clock)
     return compute if compute.backward_ns > 0 else None
 

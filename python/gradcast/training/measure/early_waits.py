@@ -234,7 +234,7 @@ class EarlyWaits:
 def call_site() -> tuple[str, int, Sequence[str]]:
     """File and line of the innermost frame that is neither of gradcast, torch nor Python's library, and the names of
     functions that it has called to come here."""
-    passed = []
+    passed: list[str] = []
     for frame, number in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         if not _is_library(code.co_filename):

@@ -83,7 +83,7 @@ class StageExposure:
             self._steps.append(self._stages(self._unread.popleft()))
         if not self._steps:
             return None
-        found = {}
+        found: dict[str, Mapping[str, Any]] = {}
         for name, steps in zip(self._order, zip(*self._steps, strict=True), strict=True):
             rank = collections.Counter(stage.rank for stage in steps).most_common(1)[0][0]
             found[name] = {"ms": statistics.median(stage.exposed for stage in steps) / 1e6, "rank": rank}

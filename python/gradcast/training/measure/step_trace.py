@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradcast import _core
-from gradcast.training.measure.clocks import DeviceClock
+from gradcast.training.measure.clocks import Clock
 
 _MS = 1e6
 _COMPUTE_LANE, _LINK_LANE = 1, 2
@@ -47,13 +47,13 @@ class StepRecord:
     update_calls: int = 0
     spans: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
 
-    def total_ns(self, category: str, clock: DeviceClock | None = None) -> float:
+    def total_ns(self, category: str, clock: Clock | None = None) -> float:
         """``clock``: of the device; counts its work between stamps, and omits spans of the host alone."""
         spans = [(start, end) for name, start, end in self.spans if name == category]
         if clock is None:
             return sum(end - start for start, end in spans)
-        stamps = [pair for pair in spans if all(isinstance(each, Stamp) for each in pair)]
-        return sum(clock.between(start.event, end.event) for start, end in stamps)
+        stamps = [(start, end) for start, end in spans if isinstance(start, Stamp) and isinstance(end, Stamp)]
+        return sum((clock.between(start.event, end.event) for start, end in stamps), 0.0)
 
     @property
     def backward_ns(self) -> int:
@@ -69,7 +69,7 @@ class StepTrace:
     def __init__(self, capacity: int) -> None:
         self._records: collections.deque[StepRecord] = collections.deque(maxlen=capacity)
         self.waited_ns = 0
-        self.device_clock: DeviceClock | None = None  # while the device is measured
+        self.device_clock: Clock | None = None  # while the device is measured
 
     def now(self) -> int:
         now_ns = time.perf_counter_ns()

@@ -58,7 +58,7 @@ def since(before: dict[Ends, Carried]) -> dict[Ends, Carried]:
     """Returns the traffic of the busiest connections since ``before``."""
     now = read()
     found = {
-        ends: Carried(*(after - earlier for after, earlier in zip(now[ends], before[ends], strict=True)))
+        ends: Carried._make(after - earlier for after, earlier in zip(now[ends], before[ends], strict=True))
         for ends in before.keys() & now.keys()
     }
     busiest = sorted(found, key=lambda ends: max(found[ends].sent_bytes, found[ends].received_bytes))[-_BUSIEST:]
@@ -78,4 +78,4 @@ def between_ranks(ranks: Sequence[dict[Ends, Carried]]) -> list[tuple[int, int, 
 
 def _carried(info: bytes) -> Carried:
     busy_us, no_room_us = _TWO.unpack_from(info, _TIMES)
-    return Carried(*_TWO.unpack_from(info, _BYTES), (busy_us - no_room_us) / 1e6)
+    return Carried._make((*_TWO.unpack_from(info, _BYTES), (busy_us - no_room_us) / 1e6))

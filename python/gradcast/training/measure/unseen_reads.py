@@ -156,7 +156,7 @@ def _consumers(output: Iterable[torch.Tensor], wanted: Mapping[int, int]) -> tup
     numbers: dict[int, list[int]] = {}
     is_whole = True
     # Nodes in Python are kept meanwhile: one that is freed could be taken for another.
-    left = [tensor.grad_fn for tensor in output if tensor.grad_fn is not None]
+    left: list[Any] = [tensor.grad_fn for tensor in output if tensor.grad_fn is not None]
     seen = set(left)
     while left:
         node = left.pop()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gradcast import _core
-from gradcast.comparison.compare import compute_ns
+from gradcast.comparison.compare import compute_ns, link_of
 from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.errors import Error, refused
 from gradcast.files import plan_hash
@@ -60,7 +60,10 @@ class AgreedPlan:
 
     @property
     def in_force(self) -> _core.Plan:
-        return self.baseline if self.runs_as_baseline else self.plan
+        if not self.runs_as_baseline:
+            return self.plan
+        assert self.baseline is not None, "it runs as its baseline"
+        return self.baseline
 
     @property
     def further_calls_ns(self) -> float:
@@ -102,7 +105,7 @@ class AgreedPlan:
         """Returns a log line about the costs that this plan is made for. ``measured``: the profile until now."""
         network, former = (
             sum(link.all_reduce.cost_ns(block.size_bytes) for block in before.in_force.blocks)
-            for link in (self.profile.link, measured.link)
+            for link in (link_of(self.profile), link_of(measured))
         )
         compute = compute_ns(self.profile) / compute_ns(measured)
         return (

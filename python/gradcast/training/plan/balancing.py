@@ -120,8 +120,8 @@ class Balancing:
         """Call this where an iteration begins, with nothing in flight. ``last``: the one before. ``reported``: the one
         that the reports are of. ``reports``: None if they are not known, or not to be used. Returns a change that the
         last iteration was the first to show. Collective in an iteration that decides on a change."""
-        if self._before is not None:
-            return self._shown(last.weights)
+        if self._before is not None and last is not None:
+            return self._shown(last.weights, self._before)
         self._ignored = max(0, self._ignored - 1)
         seen = reported.weights if reported is not None else ()
         if reports is None or self._ignored or not seen or min(seen) <= 0:
@@ -145,10 +145,10 @@ class Balancing:
         group.info("%s; %s", change.sentence(), what)
         self._before, self._change, self._pending = before, change, 0
 
-    def _shown(self, last: Sequence[float]) -> shares.Change | None:
-        """``last``: weights of the last iteration."""
+    def _shown(self, last: Sequence[float], before: Sequence[int]) -> shares.Change | None:
+        """``last``: weights of the last iteration. ``before``: the shares that a change has replaced."""
         self._pending += 1
-        shown = sum(last) > 0 and shares.matches(last, self._schedule.latest, self._before)
+        shown = sum(last) > 0 and shares.matches(last, self._schedule.latest, before)
         if not shown and self._pending < _PENDING_ITERATIONS_MAX:
             return None
         if not shown and not self._warned:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from gradcast import _core
-from gradcast.comparison.compare import compute_ns
+from gradcast.comparison.compare import compute_ns, link_of
 from gradcast.intervals import busy_periods_ns
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.compute_cost import Compute, steps_known_on_all_ranks
@@ -85,5 +85,5 @@ def planned_busy_periods_ns(plan: _core.Plan, profile: _core.Profile) -> list[fl
     """Lengths of the periods in which a step keeps the network busy, predicted by `play`. If several blocks may be in
     flight, one hides the start-up cost of the next."""
     return busy_periods_ns(
-        (block.launch_ns, block.finish_ns) for block in _core.play(profile, profile.link, plan).blocks
+        (block.launch_ns, block.finish_ns) for block in _core.play(profile, link_of(profile), plan).blocks
     )

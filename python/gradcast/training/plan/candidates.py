@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from gradcast import _core
-from gradcast.comparison.compare import NOTICEABLE_GAIN, has_other_ops
+from gradcast.comparison.compare import NOTICEABLE_GAIN, has_other_ops, link_of
 from gradcast.training.options import Options
 from gradcast.training.plan import measured_profile
 from gradcast.training.plan.expectation import StepVariation, step_profiles, typical_of
@@ -41,14 +41,15 @@ def best_for_steps(
     """
 
     steps = step_profiles(profile, variation.compute)
-    links = [profile.link.scaled(factor, factor) for factor in (1.0, *variation.link)]
+    own = link_of(profile)
+    links = [own.scaled(factor, factor) for factor in (1.0, *variation.link)]
 
     def step_ns(plan: _core.Plan) -> float:
         share = waiting_share(plan)
         return statistics.fmean(typical_of(steps, link, plan, share, variation.call_ns).step_ns for link in links)
 
     present = present or min((choose_plan(profile, mode, options) for mode in modes), key=step_ns)
-    others = [measured_profile.replace_link(profile, profile.link.scaled(each, each)) for each in _OTHER_LINKS]
+    others = [measured_profile.replace_link(profile, own.scaled(each, each)) for each in _OTHER_LINKS]
     candidates = [choose_plan(each, mode, options) for each in others for mode in modes]
     if variation.call_ns > 0 and options.plan.policy in _FEWER_BLOCKS:
         for each in _FEW_BLOCKS:
@@ -65,9 +66,10 @@ def choose_plan(profile: _core.Profile, mode: str, options: Options) -> _core.Pl
     A model knows only roughly what time and memory a packed block needs. So packed blocks have to promise a noticeable
     gain over a plan without any.
     """
-    plan = _made_plan(profile, profile.link, mode, options)
+    own = link_of(profile)
+    plan = _made_plan(profile, own, mode, options)
     if any(len(block.ranges) > 1 for block in plan.blocks):
-        link = json.loads(profile.link.to_json()) | {"pack_ns_per_byte": _NEVER_PACK_NS_PER_BYTE}
+        link = json.loads(own.to_json()) | {"pack_ns_per_byte": _NEVER_PACK_NS_PER_BYTE}
         unpacked = _made_plan(profile, _core.LinkModel.from_json(json.dumps(link)), mode, options)
         if unpacked.predicted_ns <= plan.predicted_ns * (1 + NOTICEABLE_GAIN):
             plan = unpacked
@@ -89,9 +91,10 @@ def _made_plan(profile: _core.Profile, link: _core.LinkModel, mode: str, options
 
 def _predicted(profile: _core.Profile, plan: _core.Plan) -> _core.Plan:
     """A plan that was made for another link, with the times and bounds of the profile's own."""
-    played = _core.play(profile, profile.link, plan)
+    own = link_of(profile)
+    played = _core.play(profile, own, plan)
     any_op = has_other_ops(plan)
-    bound = _core.bound(profile, profile.link, mode=plan.mode, in_flight=plan.in_flight, any_op=any_op)
+    bound = _core.bound(profile, own, mode=plan.mode, in_flight=plan.in_flight, any_op=any_op)
     fields = json.loads(plan.to_json())
     fields |= {"predicted_ns": played.iteration_ns, "bound_ns": bound.best_ns, "plain_bound_ns": bound.plain_ns}
     for block, times in zip(fields["blocks"], played.blocks, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from gradcast import _core
-from gradcast.comparison.compare import NOTICEABLE_GAIN, compute_ns, has_other_ops
+from gradcast.comparison.compare import NOTICEABLE_GAIN, compute_ns, has_other_ops, link_of
 from gradcast.files import tensor_fields, with_fields
 from gradcast.training.measure import compute_cost
 from gradcast.training.measure.compute_cost import ComputeFactors
@@ -121,7 +121,7 @@ def expect(
     limit = of_baseline.step_ns / of_plan.bound_ns
     if reason is None and read_first and limit < _WORTHWHILE:
         free = step_profiles(_needed_last(profile, read_first), variation.compute)
-        if of_baseline.step_ns / _median_bound_ns(free, plan, profile.link) >= _WORTHWHILE:
+        if of_baseline.step_ns / _median_bound_ns(free, plan, link_of(profile)) >= _WORTHWHILE:
             what = "1 parameter" if len(read_first) == 1 else f"{len(read_first)} parameters"
             reason = f"forward reads {what} unseen, before it begins"
     return Expectation(
@@ -152,7 +152,7 @@ def typical_step(
     ``waiting_share``: of the steps, those that wait for all gradients before forward, because they are clipped. The
     result is then the mean of the typical steps of both kinds. ``call_ns``: see StepVariation.
     """
-    link = profile.link.scaled(link_factor, link_factor)
+    link = link_of(profile).scaled(link_factor, link_factor)
     return typical_of(step_profiles(profile, steps), link, plan, waiting_share, call_ns)
 
 

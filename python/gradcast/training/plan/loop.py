@@ -105,7 +105,9 @@ class Following(Phase):
         before this plan."""
         if reported is None or reported.phase is not self:
             return None
-        return self.monitor.on_iteration(reported.on_baseline, [report.facts for report in reports or []])
+        facts = [report.facts for report in reports or []]
+        decision: _core.Decision = self.monitor.on_iteration(reported.on_baseline, facts)
+        return decision
 
 
 class PlanLoop:
@@ -125,6 +127,7 @@ class PlanLoop:
         options: Options,
         clipping: NormClipping | None,
     ) -> None:
+        self.agreed: AgreedPlan
         buffers = exchange.buffers
         self.group, self.exchange, self._clipping = group, exchange, clipping
         self.meter = StepMeter(exchange, message, trace, group)
@@ -234,16 +237,19 @@ class PlanLoop:
     def _after_calibration_step(self, phase: Following, own: StepReport | None) -> Phase:
         ended = self.exchange.timeline()
         compute = self.meter.compute_of_last_step(own, self.agreed.variation.call_ns)
-        if not phase.calibration.add_step(ended[-1] if ended else None, compute):
+        calibration, measured = phase.calibration, self.profile
+        assert calibration is not None, "it is of the plan's first steps"
+        assert measured is not None, "a warm-up has measured it"
+        if not calibration.add_step(ended[-1] if ended else None, compute):
             return phase
         with self._agreeing():
-            steps = phase.calibration.gather(self.group)
-            agreed = self._agree(lambda: self.proposer.from_calibration(self.agreed, self.profile, steps))
+            steps = calibration.gather(self.group)
+            agreed = self._agree(lambda: self.proposer.from_calibration(self.agreed, measured, steps))
             if self.keep_if_confirmed(agreed):
                 phase.calibration = None
                 return phase
-            if agreed.profile.to_json() != self.profile.to_json():
-                self.group.info(agreed.correction_sentence(self.agreed, self.profile))
+            if agreed.profile.to_json() != measured.to_json():
+                self.group.info(agreed.correction_sentence(self.agreed, measured))
             self.profile = agreed.profile
             return self.start_plan(agreed, calibrates=False)
 
@@ -268,9 +274,10 @@ class PlanLoop:
             phase.on_baseline = decision.on_baseline
             self._activate(on_baseline=decision.on_baseline)
         if decision.stepped_aside:
+            found = phase.monitor.comparison()
             self.group.warning(
-                f"the DDP baseline is as fast here: {self.comparison.baseline_ns / 1e6:.1f} ms per step, "
-                f"{self.comparison.plan_ns / 1e6:.1f} with the plan; running as DDP",
+                f"the DDP baseline is as fast here: {found.baseline_ns / 1e6:.1f} ms per step, "
+                f"{found.plan_ns / 1e6:.1f} with the plan; running as DDP",
             )
             self.agreed = dataclasses.replace(self.agreed, runs_as_baseline=True)
             self.alarms.plan_began(self.agreed)
@@ -287,16 +294,19 @@ class PlanLoop:
         """Rank 0 asks all ranks to plan again if clipping certifies many more or fewer steps than when the plan was
         made. The request is sent with the norms: ranks whose programs replace gradients or omit steps count
         differently."""
-        certified = self.agreed.certified
-        if self.group.rank == 0 and certified is not None:
-            change = self._clipping.certified_share_if(certified.arrived) - certified.share
-            self._clipping.message.asks_for_plan = abs(change) >= _OTHER_SHARE
+        certified, clipping = self.agreed.certified, self._clipping
+        if self.group.rank == 0 and certified is not None and clipping is not None:
+            change = clipping.certified_share_if(certified.arrived) - certified.share
+            clipping.message.asks_for_plan = abs(change) >= _OTHER_SHARE
 
     def _plan_for_certified_share(self, phase: Following) -> Phase:
         with self._agreeing():
             agreed = self._agree(lambda: self.proposer.from_certified_share(self.agreed))
+            now, before = agreed.certified, self.agreed.certified
+            assert now is not None, "clipping certifies steps"
+            assert before is not None, "clipping certifies steps"
             self.group.info(
-                f"clipping now certifies {agreed.certified.share:.0%} of steps, {self.agreed.certified.share:.0%} when "
+                f"clipping now certifies {now.share:.0%} of steps, {before.share:.0%} when "
                 f"the plan was made; planned again: {agreed.typical_step.step_ns / 1e6:.1f} ms per step predicted, "
                 f"{self.agreed.typical_step.step_ns / 1e6:.1f} before",
             )
@@ -314,14 +324,14 @@ class PlanLoop:
         ``here``. Collective, inside ``together``."""
         if self.warmup is not None:
             self.warmup.release()
-        self.profile = _core.Profile.from_json(state["profile"])
+        profile = self.profile = _core.Profile.from_json(state["profile"])
         names, reads = self.exchange.buffers.names, agreement.unseen_reads(state)
         self._add_unseen({names.index(name): read for name, read in reads.items()})
         if state["world_size"] == self.group.world_size:
             agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
             self.phase = self.start_plan(agreed, calibrates=False, describes=False)
             return
-        agreed = self._agree(lambda: self.proposer.for_workers(self.profile, here, state.get("call_ns", 0.0)))
+        agreed = self._agree(lambda: self.proposer.for_workers(profile, here, state.get("call_ns", 0.0)))
         self.profile = agreed.profile
         self.group.info(
             f"the profile of the checkpoint is of {state['world_size']} workers; planned for {self.group.world_size} "
@@ -347,7 +357,8 @@ class PlanLoop:
             return False
         before, self.agreed = self.agreed, self.agreed.with_basis_of(agreed)
         self.alarms.plan_began(self.agreed, is_new=False)
-        if agreed.expectation.sentence() != before.expectation.sentence():
+        now, former = agreed.expectation, before.expectation
+        if now is not None and former is not None and now.sentence() != former.sentence():
             self.agreed.log(self.group, self.version)
         return True
 
@@ -363,7 +374,7 @@ class PlanLoop:
             agreed.log(self.group, self.version)
         if not self.proposer.options.plan.adapt or agreed.profile.link is None:  # a pinned plan has no link
             return Fixed()
-        first_steps = Calibration(agreed.in_force, self.profile.link.pack_ns_per_byte) if calibrates else None
+        first_steps = Calibration(agreed.in_force, agreed.profile.link.pack_ns_per_byte) if calibrates else None
         return Following(self.new_monitor(agreed), first_steps, on_baseline=agreed.runs_as_baseline)
 
     def _follow(self, agreed: AgreedPlan) -> None:
@@ -372,7 +383,9 @@ class PlanLoop:
         self._activate(on_baseline=agreed.runs_as_baseline)
 
     def _activate(self, *, on_baseline: bool) -> None:
-        self.exchange.follow(self.agreed.profile, self.agreed.baseline if on_baseline else self.agreed.plan)
+        plan = self.agreed.baseline if on_baseline else self.agreed.plan
+        assert plan is not None, "a trial of the baseline needs one"
+        self.exchange.follow(self.agreed.profile, plan)
 
     def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
         warmup = self._make_warmup(order=order)
@@ -380,11 +393,12 @@ class PlanLoop:
         return WarmingUp(warmup, change)
 
     def new_monitor(self, agreed: AgreedPlan) -> _core.Monitor:
-        busy_ns = compute_ns(agreed.profile) + agreed.further_calls_ns
+        busy_ns, expected = compute_ns(agreed.profile) + agreed.further_calls_ns, agreed.expectation
         if not self.meter.sees_compute:
             busy_ns = 0.0
-        elif agreed.runs_as_baseline:  # compute may take longer under the plan than under the baseline
-            busy_ns = agreed.expectation.compute_share * agreed.expectation.baseline.step_ns
+        elif agreed.runs_as_baseline and expected is not None:
+            # Compute may take longer under the plan than under the baseline.
+            busy_ns = expected.compute_share * expected.baseline.step_ns
         return _core.Monitor(
             self.group.world_size,
             busy_ns=busy_ns,

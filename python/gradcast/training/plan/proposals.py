@@ -11,7 +11,7 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
-from gradcast.comparison.compare import NOTICEABLE_GAIN
+from gradcast.comparison.compare import NOTICEABLE_GAIN, link_of
 from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.errors import Error
 from gradcast.files import load_plan, plan_hash
@@ -67,7 +67,7 @@ class PlanChange:
             old.check(profile)
         except Error:
             return 0
-        if _core.play(profile, profile.link, old).iteration_ns > (1 + NOTICEABLE_GAIN) * plan.predicted_ns:
+        if _core.play(profile, link_of(profile), old).iteration_ns > (1 + NOTICEABLE_GAIN) * plan.predicted_ns:
             return 0
         return min(_HOLD_ITERATIONS_MAX, max(_HOLD_ITERATIONS, 2 * self.before.hold_iterations))
 
@@ -128,12 +128,17 @@ class Proposer:
         samples = [sample for step in steps.blocks for sample in step]
         link_spread = agreed.variation.link
         if samples and in_force.in_flight == 1:
-            link_spread = network_cost.cost_spread(samples, corrected.link, idle_saving_ns)
+            link_spread = network_cost.cost_spread(samples, link_of(corrected), idle_saving_ns)
         factors = compute_cost.compute_variation(corrected, steps.compute) or agreed.variation.compute
         variation = StepVariation(link_spread, factors, agreed.variation.call_ns)
         is_confirmed = link is None and compute is None
         plan = self._choose(corrected, variation, present=agreed.plan if is_confirmed else None)
-        found = {"profile": corrected, "plan": plan, "variation": variation, "baseline_profile": baseline_profile}
+        found: dict[str, Any] = {
+            "profile": corrected,
+            "plan": plan,
+            "variation": variation,
+            "baseline_profile": baseline_profile,
+        }
         return self._completed(dataclasses.replace(agreed, **found))
 
     def from_certified_share(self, agreed: AgreedPlan) -> AgreedPlan:
@@ -212,7 +217,7 @@ def _corrected_link(agreed: AgreedPlan, profile: _core.Profile, steps: Calibrati
         periods_ns = calibration.planned_busy_periods_ns(agreed.in_force, profile)
         shared_ns = sum(max(0.0, each_ns - agreed.idle_saving_ns) for each_ns in periods_ns)
     return network_cost.corrected_link(
-        profile.link, steps.blocks, shared_ns=shared_ns, known_saving_ns=agreed.idle_saving_ns
+        link_of(profile), steps.blocks, shared_ns=shared_ns, known_saving_ns=agreed.idle_saving_ns
     )
 
 

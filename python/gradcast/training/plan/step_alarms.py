@@ -12,6 +12,7 @@ from typing import Any
 
 from gradcast import _core
 from gradcast.alarms import COMPUTE, DATA, LINK, Alarm, Alarms, Observation
+from gradcast.comparison.compare import link_of
 from gradcast.host_traffic import leaving_share
 from gradcast.slow_link import Flow, slow_hosts
 from gradcast.training.measure import tcp_counters
@@ -67,14 +68,16 @@ class StepAlarms:
         names, known = (
             [tensor.name for tensor in each.tensors] if each else [] for each in (agreed.profile, self._reference)
         )
-        if not self._keeps or names != known:
-            self._reference = agreed.profile
+        reference = self._reference
+        if reference is None or not self._keeps or names != known:
+            reference = self._reference = agreed.profile
             played_ns = _core.play(agreed.profile, agreed.profile.link, plan).iteration_ns
             self._factor = agreed.typical_step.step_ns / played_ns
             if is_new:
                 self.alarms.learn(self._last_step)
-        step_ns = self._factor * _core.play(self._reference, self._reference.link, plan).iteration_ns
-        self._expected_ms = step_ns / 1e6, sum(calibration.planned_busy_periods_ns(plan, self._reference)) / 1e6
+        step_ns = self._factor * _core.play(reference, link_of(reference), plan).iteration_ns
+        busy_ns = sum(calibration.planned_busy_periods_ns(plan, reference))
+        self._expected_ms = step_ns / 1e6, busy_ns / 1e6
         hosts = self._group.hosts
         if hosts.count > 1:
             bits = 8 * sum(block.size_bytes for block in plan.blocks)

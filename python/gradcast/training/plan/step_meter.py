@@ -70,9 +70,9 @@ class StepMeter:
     ) -> Callable[[], compute_cost.Compute | None] | None:
         """Returns a function for the compute of the step that ``own`` reports; on a device it waits. ``call_ns``: see
         StepVariation."""
-        if own is None:
-            return None
         record, end = self.trace.current, self._start_ns
+        if own is None or record is None:
+            return None
         if self.sees_compute:
             return functools.partial(compute_cost.compute_of, record, own.facts.busy_ns, call_ns)
         if not (isinstance(record.start_ns, Stamp) and isinstance(end, Stamp)):

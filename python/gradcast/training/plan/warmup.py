@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gradcast import _core
+from gradcast.comparison.compare import link_of
 from gradcast.comparison.measured_exchange import MeasuredExchange, with_exchange
 from gradcast.host_traffic import exchange_form
 from gradcast.training.measure import compute_cost, network_cost
@@ -155,7 +156,7 @@ class Warmup(pending.Owner):
         samples = measured_profile.block_samples(ranks)
         steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
         variation = StepVariation(
-            network_cost.cost_spread(samples, profile.link),
+            network_cost.cost_spread(samples, link_of(profile)),
             compute_cost.compute_variation(profile, steps),
             statistics.median(rank.call_ns for rank in ranks),
         )

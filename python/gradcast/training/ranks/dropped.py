@@ -32,9 +32,9 @@ class EngineUse:
     """One engine and its group until they are closed or dropped. ``thread``: calls ``await_end`` and, after that has
     returned True, ``end``."""
 
-    engine: _core.Engine | None
+    engine: _core.Engine
     group: Any
-    thread: threading.Thread | None = None
+    thread: threading.Thread = dataclasses.field(init=False)
     # Unlike an Event or a Queue, put() may interrupt any other method.
     _woken: "queue.SimpleQueue[bool]" = dataclasses.field(default_factory=queue.SimpleQueue)
     _hurried: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -67,7 +67,7 @@ class EngineUse:
                 group_pool.leave(self.group.own, reusable=False)
             self.engine.shutdown()
         finally:
-            self.engine = self.group = None
+            del self.engine, self.group
             _ending.remove(self)
 
     def hurry(self) -> None:

@@ -34,6 +34,7 @@ _MAKING = "making a process group for gradcast"
 
 
 # Ranks send each other profiles and plans as the JSON of their files, so that all have the same rounded numbers.
+_kind: Any
 for _kind in (_core.Profile, _core.Plan):
     copyreg.pickle(_kind, lambda value: (operator.methodcaller("from_json", value.to_json()), (type(value),)))
 
@@ -80,7 +81,7 @@ class Group(RanksTogether):
         training. Otherwise it connects them at the first block, since with "cpu:gloo,cuda:nccl" the ranks' agreements
         go over Gloo. Does nothing over other backends. ``each_to_each``: for the all-to-all of a narrow wire.
         Collective."""
-        if backend_of(self.shared, self.device.type) != "nccl":
+        if self.device is None or backend_of(self.shared, self.device.type) != "nccl":
             return
         self.meet()
         devices = "each rank's device with each other" if each_to_each else "the ranks' devices"

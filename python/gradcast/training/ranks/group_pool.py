@@ -47,7 +47,7 @@ def operations_begun(process_group: Any) -> int | None:
     """Returns the number of operations that this rank has begun in a group; None if its backend does not count them."""
     backends = (process_group._get_backend(each) for each in process_group._device_types)
     try:
-        return sum(each._get_sequence_number_for_group() for each in backends)
+        return sum(int(each._get_sequence_number_for_group()) for each in backends)
     except RuntimeError:
         return None
 
@@ -150,7 +150,7 @@ def _not_split_off(ranks: Sequence[int]) -> Iterator[None]:
     """WORKAROUND(torch 2.11 to 2.15, NCCL): if init_process_group() was given a device_id, torch splits a new group off
     from the communicator of all ranks. NCCL then waits for all of them, and those outside the group never come. Without
     the device_id the group gets a communicator of its own."""
-    everybody = dist.group.WORLD
+    everybody = dist.distributed_c10d._get_default_group()
     device = everybody.bound_device_id
     if device is None or len(ranks) == everybody.size():
         yield

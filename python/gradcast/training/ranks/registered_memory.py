@@ -41,5 +41,5 @@ def registered_memory(group: Group) -> Allocating:
     return lambda: torch.cuda.use_mem_pool(pool, group.device)
 
 
-def _backend(process_group: Any, device: torch.device) -> Any:
+def _backend(process_group: Any, device: torch.device | None) -> Any:
     return process_group._get_backend(device)

@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 from gradcast.training.ranks.group import Group, ranks_named
 
@@ -79,10 +79,12 @@ class _Desk:
     def __init__(self, token: bytes, world_size: int) -> None:
         self._token, self._world_size = token, world_size
         self._entries: list[dict[int, bytes]] = [{} for _ in _KINDS]
-        self.open: dict[asyncio.Task, bool] = {}  # connections, the oldest first; whether they have shown the token
+        self.open: dict[
+            asyncio.Task[None], bool
+        ] = {}  # connections, the oldest first; whether they have shown the token
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
+        task = cast("asyncio.Task[None]", asyncio.current_task())
         self.open[task] = False
         strangers = [each for each, is_known in self.open.items() if not is_known]
         if len(strangers) > self._world_size + _STRANGERS_MAX:
@@ -95,7 +97,9 @@ class _Desk:
             del self.open[task]
             writer.transport.abort()
 
-    async def _answer(self, task: asyncio.Task, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if not hmac.compare_digest(await reader.readexactly(TOKEN_BYTES), self._token):
             return
         self.open[task] = True
@@ -113,13 +117,13 @@ class _Desk:
         await writer.wait_closed()
 
 
-def _serve(loop: asyncio.AbstractEventLoop, ended: asyncio.Future, listening: socket.socket, desk: _Desk) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None], listening: socket.socket, desk: _Desk) -> None:
     """The server's thread."""
     with contextlib.closing(loop), listening:
         loop.run_until_complete(_serve_until(ended, listening, desk))
 
 
-async def _serve_until(ended: asyncio.Future, listening: socket.socket, desk: _Desk) -> None:
+async def _serve_until(ended: asyncio.Future[None], listening: socket.socket, desk: _Desk) -> None:
     server = await asyncio.start_server(desk.answer, sock=listening, backlog=_BACKLOG)
     with contextlib.suppress(asyncio.CancelledError):
         await ended
@@ -133,7 +137,8 @@ async def _serve_until(ended: asyncio.Future, listening: socket.socket, desk: _D
 
 def start_status_server(group: Group) -> tuple[StatusServer | None, ServerAddress | None]:
     """The server on rank 0, and its address on every rank that can reach it. Collective."""
-    server, found = None, None
+    server: StatusServer | None = None
+    found: ServerAddress | str | None = None
     if group.rank == 0:
         try:
             server = StatusServer(group.world_size)
@@ -142,21 +147,21 @@ def start_status_server(group: Group) -> tuple[StatusServer | None, ServerAddres
             found = str(error)
     try:
         found = group.from_first(found)
-        is_served = isinstance(found, ServerAddress)
-        is_reached = is_served and ask(found, "hello", group.rank, None) is not None
+        address = found if isinstance(found, ServerAddress) else None
+        is_reached = address is not None and ask(address, "hello", group.rank, None) is not None
         without = [rank for rank, each in enumerate(group.gather(is_reached)) if not each]
     except BaseException:
         if server is not None:
             server.close()
         raise
     if without:
-        why = f"at {found.host}, port {found.port}" if is_served else f"which does not start: {found}"
+        why = f"which does not start: {found}" if address is None else f"at {address.host}, port {address.port}"
         group.warning(
             "%s cannot reach rank 0's status server (%s), so messages there will not say which ranks are waited for",
             ranks_named(without),
             why,
         )
-    return server, found if is_reached else None
+    return server, address if is_reached else None
 
 
 def ask(address: ServerAddress, kind: str, rank: int, entry: Any) -> dict[int, Any] | None:
@@ -208,7 +213,7 @@ def _own_host() -> str:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)  # sends nothing
-                return probe.getsockname()[0]
+                return str(probe.getsockname()[0])
         except OSError as error:
             failure = error
     raise failure or OSError(f"{host} has no address")

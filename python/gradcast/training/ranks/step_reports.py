@@ -66,7 +66,8 @@ class StepReports:
             self._decode(*known)
         self._write(own)
         self._iteration += 1
-        return list(self._known) if all(self._known) else None
+        reports = [each for each in self._known if each is not None]
+        return reports if len(reports) == len(self._known) else None
 
     def _decode(self, values: Sequence[float], written_at: int) -> None:
         first = self._turn(written_at) * _RANKS_PER_TURN

@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from gradcast.errors import Error
+from gradcast.key_value_store import KeyValueStore, default_store, own_store
 
 _POLL_S = 0.002  # grows to the longest one while nothing comes
 _LONGEST_POLL_S = 0.5
@@ -31,7 +30,7 @@ class StoreGather:
     def __init__(self, name: str, rank: int, world_size: int, timeout_s: float | None) -> None:
         self._name, self._timeout_s = f"gradcast {name}", timeout_s
         self._rank, self._world_size, self._round = rank, world_size, 0
-        self._store: dist.Store | None = None
+        self._store: KeyValueStore | None = None
         self._failure: Error | None = None
 
     def gather(self, value: Any) -> list[Any]:
@@ -48,16 +47,13 @@ class StoreGather:
         raise self._failure
 
     def _gather_within_limit(self, value: Any) -> list[Any]:
-        shared = dist.distributed_c10d._get_default_store()
-        limit_s = shared.timeout.total_seconds() if self._timeout_s is None else self._timeout_s
+        limit_s = default_store().timeout.total_seconds() if self._timeout_s is None else self._timeout_s
         ended: list[list[Any] | BaseException] = []
 
         def run() -> None:
             try:
-                if self._store is None:
-                    # A connection of its own: on the shared one, a request waits for those of other threads.
-                    self._store = dist.PrefixStore(self._name, shared).clone()
-                ended.append(self._gather(value, limit_s))
+                self._store = self._store or own_store(self._name)
+                ended.append(self._gather(self._store, value, limit_s))
             except BaseException as failure:
                 ended.append(failure)
 
@@ -76,31 +72,31 @@ class StoreGather:
             raise Error(f"the store of torch.distributed has failed ({found})", "communication") from found
         return found
 
-    def _gather(self, value: Any, limit_s: float) -> list[Any]:
+    def _gather(self, store: KeyValueStore, value: Any, limit_s: float) -> list[Any]:
         self._round += 1
         end_s = time.monotonic() + limit_s
         others = range(1, self._world_size)
         if self._rank > 0:
-            self._store.set(self._key(self._rank), pickle.dumps(value))
-            self._await([self._key("all")], end_s, limit_s)
-            values = pickle.loads(self._store.get(self._key("all")))
-            self._store.set(self._key(f"{self._rank} heard"), b"")
+            store.set(self._key(self._rank), pickle.dumps(value))
+            self._await(store, [self._key("all")], end_s, limit_s)
+            values: list[Any] = pickle.loads(store.get(self._key("all")))
+            store.set(self._key(f"{self._rank} heard"), b"")
             return values
         keys = [self._key(rank) for rank in others]
-        self._await(keys, end_s, limit_s)
-        values = [value, *(pickle.loads(self._store.get(key)) for key in keys)]
-        self._store.set(self._key("all"), pickle.dumps(values))
+        self._await(store, keys, end_s, limit_s)
+        values = [value, *(pickle.loads(store.get(key)) for key in keys)]
+        store.set(self._key("all"), pickle.dumps(values))
         heard = [self._key(f"{rank} heard") for rank in others]
-        self._missing_after(heard, time.monotonic() + _HEARD_WITHIN_S)
+        _missing_after(store, heard, time.monotonic() + _HEARD_WITHIN_S)
         for key in [*keys, *heard, f"{self._round - 1} all"]:
-            self._store.delete_key(key)
+            store.delete_key(key)
         return values
 
     def _key(self, what: int | str) -> str:
         return f"{self._round} {what}"
 
-    def _await(self, keys: Sequence[str], end_s: float, limit_s: float) -> None:
-        missing = self._missing_after(keys, end_s)
+    def _await(self, store: KeyValueStore, keys: Sequence[str], end_s: float, limit_s: float) -> None:
+        missing = _missing_after(store, keys, end_s)
         if not missing:
             return
         if self._rank > 0:
@@ -110,12 +106,13 @@ class StoreGather:
         named = ", ".join(ranks[:_NAMED])
         raise Error(f"rank {named}{more} has not come here within {limit_s:.0f} s", "communication")
 
-    def _missing_after(self, keys: Sequence[str], end_s: float) -> list[str]:
-        """Waits until all are there. Returns the missing ones at the end."""
-        missing, poll_s = list(keys), _POLL_S
-        while missing := [key for key in missing if not self._store.check([key])]:
-            if time.monotonic() > end_s:
-                break
-            time.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
-        return missing
+
+def _missing_after(store: KeyValueStore, keys: Sequence[str], end_s: float) -> list[str]:
+    """Waits until all are there. Returns the missing ones at the end."""
+    missing, poll_s = list(keys), _POLL_S
+    while missing := [key for key in missing if not store.check([key])]:
+        if time.monotonic() > end_s:
+            break
+        time.sleep(poll_s)
+        poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
+    return missing

@@ -120,7 +120,8 @@ class RanksTogether:
         if self.world_size == 1:
             return compute()
         with self._reporting(what, False):
-            return self.from_first(compute() if self.rank == 0 else None)
+            value: T = self.from_first(compute() if self.rank == 0 else None)
+            return value
 
     def computed_by_each(self, compute: Callable[[], T], what: str) -> list[T]:
         """Returns each rank's result of ``compute``, in rank order, on every rank. If it fails on one, all raise.
@@ -158,6 +159,7 @@ class RanksTogether:
         native = extension.load() if own.failure is None else extension.loaded()
         with self.naming(what):
             if beside_blocks or self._by_device:
+                assert self.store is not None, "only a quorum has none, and it sends nothing beside blocks"
                 texts = self.store.gather(text)
             else:
                 texts = gather(self.own, text, self.device, native)
@@ -181,7 +183,7 @@ class RanksTogether:
                 raise
             own = _outcome_of(error, what)
             self._report(own, beside_blocks, None if isinstance(error, Exception) else _INTERRUPTED_S)
-            error.on_all_ranks = True
+            vars(error)["on_all_ranks"] = True
             if isinstance(error, Error) or not isinstance(error, Exception):
                 raise
             raise _failed(own, self.rank, self.world_size) from error
@@ -252,7 +254,8 @@ def gather(process_group: Any, own: bytes, device: torch.device | None, native: 
     """
     where = device_of_messages(process_group, device)
     if native is not None:
-        return native.gather(process_group, own, where)
+        found: list[bytes] = native.gather(process_group, own, where)
+        return found
     # As in csrc/transport/torch/control.cc.
     size = torch.tensor([len(own)], device=where)
     sizes = [torch.empty_like(size) for _ in range(process_group.size())]

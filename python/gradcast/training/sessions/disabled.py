@@ -33,6 +33,8 @@ class DisabledSession(TrainingSession):
     """Trains without gradcast. A DDP module is left alone; a bare module gets the hooks of a hidden DDP module around
     it."""
 
+    early_clipping: ClipOnce | None = None
+
     def __init__(self, setup: Setup) -> None:
         accepted, options = setup.accepted, setup.options
         self.callbacks = setup.callbacks

@@ -18,6 +18,8 @@ from gradcast.training.step.partial_step import intercepted
 
 
 class SingleWorkerSession(TrainingSession):
+    early_clipping: ClipOnce | None = None
+
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup.group, "overlap" if setup.optimizers else "hook")
         accepted, options, self.callbacks = setup.accepted, setup.options, setup.callbacks

@@ -309,8 +309,8 @@ class NormClipping(pending.Owner):
         if self._certificate is not None:
             certified = self.certified if deferred and self.may_certify else None
             bounds = self._bounds({})
-            norms = torch.zeros_like(bounds).index_copy(0, *_indexed(self._norms, bounds))
-            self._recorded.append(_ClippedStep(bounds, norms, certified))
+            known = torch.zeros_like(bounds).index_copy(0, *_indexed(self._norms, bounds))
+            self._recorded.append(_ClippedStep(bounds, known, certified))
         return torch.clamp(self._options.clip.norm / (self.total_norm + 1e-6), max=1.0)
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:

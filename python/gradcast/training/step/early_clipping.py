@@ -11,7 +11,7 @@ import torch
 
 from gradcast.training.measure.early_waits import Cause
 from gradcast.training.options import Options
-from gradcast.training.step.clipping import ValueClipping, clip_as_torch
+from gradcast.training.step.clipping import NormClipping, ValueClipping, clip_as_torch
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 
 
@@ -62,7 +62,7 @@ class EarlyClipping:
         norm = clip_as_torch(self._options, parameters, refuse_nonfinite)
         if self._gradients.open:
             self._clipping.done = True
-            if norm is not None:
+            if isinstance(self._clipping, NormClipping):
                 self._clipping.total_norm = norm
         return norm
 
@@ -70,6 +70,6 @@ class EarlyClipping:
         """Clips, since the program uses the norm."""
         with self._lock, self._steps.waits.at(Cause.NORM):
             self._steps.complete_all_updates()
-            if self._clipping.is_promised:
+            if isinstance(self._clipping, NormClipping) and self._clipping.is_promised:
                 self._gradients.refuse_inside_backward()
                 self._use_gradients()

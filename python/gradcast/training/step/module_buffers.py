@@ -87,12 +87,12 @@ class ModuleBuffers:
             _copy([(each, part.slots[position]) for position, each in tensors.items()])
             part.still_unchanged(tensors)
         elif due and not arriving:
-            tensors = part.current()
-            if tensors:
+            current = part.current()
+            if current:
                 self._exchange.wait_until_idle()
                 with self._exchange.watch.waiting(f"{WHAT} from rank 0"):
                     keeps = needed and not is_first
-                    self._group.copy_from_first([each.clone() for each in tensors] if keeps else tensors, WHAT)
+                    self._group.copy_from_first([each.clone() for each in current] if keeps else current, WHAT)
 
     def before_borrowed_forward(self, module: nn.Module) -> None:
         """A forward pass begins with other tensors in place of the module's own (functional_call)."""

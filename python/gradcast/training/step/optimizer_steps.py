@@ -400,7 +400,7 @@ class OptimizerSteps:
         with self.waits.at(Cause.HELD):
             self._complete_updates(held)
 
-    def _update(self, number: int, part: Sequence[ParameterState]) -> None:
+    def _update(self, number: int, part: list[ParameterState]) -> None:
         """One call of the optimizer. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards."""
         self.gradients.arrived.settle(part)
         if self._clipping is not None and self._clipping.certified:
@@ -476,7 +476,7 @@ class OptimizerSteps:
                 "the optimizer"
             )
 
-    def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
+    def _fail(self, part: list[ParameterState], error: BaseException) -> None:
         """Some of these parameters may be updated, others not: every later use of one raises."""
         parameter_state.fail_update(part, self.gradients.listener)
         self._failure = refused(

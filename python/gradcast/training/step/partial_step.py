@@ -252,7 +252,7 @@ def _no_hooks(attributes: dict[str, Any], *, before: bool, after: bool) -> dict[
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The class's step without torch's wrapper that calls step hooks; gradcast runs those once per step."""
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -280,7 +280,7 @@ class StepInterception:
         self._active = True
         self._state_hooks: list[Any] = []
 
-        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(self_: Any, closure: Callable[[], Any] | None = None) -> Any:
             if not self._active:
                 return type(self_).step(self_, closure) if closure is not None else type(self_).step(self_)
             self_._opt_called = True
@@ -299,7 +299,7 @@ class StepInterception:
             return loss
 
         # An LR scheduler checks this attribute. Without it, it would wrap (or warn about) the replaced step.
-        step._wrapped_by_lr_sched = True
+        vars(step)["_wrapped_by_lr_sched"] = True
         # A compiled function may call step().
         self._method = types.MethodType(torch.compiler.disable(step, reason=_REASON), optimizer)
         optimizer.step = self._method

@@ -4,7 +4,7 @@ collective operation may start. What a step reads of its settings shows there, t
 import collections
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -97,7 +97,7 @@ def _watched_class(kind: type, read: set[str]) -> type:
 
     def get(self: Any, name: str) -> Any:
         read.add(name)
-        return kind.__getattribute__(self, name)
+        return cast(Any, kind).__getattribute__(self, name)
 
     return type(kind.__name__, (kind,), {"__getattribute__": get})
 
@@ -142,7 +142,8 @@ class _Trial:
         """``kind``: the copy's class."""
         generator = torch.Generator().manual_seed(0)
         # Not copy.copy(): __setstate__() would write defaults into groups that both share.
-        self._optimizer = object.__new__(kind or type(optimizer))
+        made: Any = object.__new__(kind or type(optimizer))
+        self._optimizer = made
         memo: dict[int, Any] = {id(optimizer): self._optimizer, id(optimizer.state): collections.defaultdict(dict)}
         groups = []
         self.parameters: list[torch.Tensor] = []
@@ -167,7 +168,7 @@ class _Trial:
 
     def watch_groups(self, read: set[str]) -> set[str]:
         """Adds to ``read`` the keys of groups that are read from now on. Returns those of ``defaults``."""
-        optimizer, in_defaults = self._optimizer, set()
+        optimizer, in_defaults = self._optimizer, set[str]()
         optimizer.param_groups = [_WatchedGroup(group, read) for group in optimizer.param_groups]
         optimizer.defaults = _WatchedGroup(optimizer.defaults, in_defaults)
         return in_defaults

@@ -18,7 +18,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,8 @@ _METHODS = (
     "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__len__", "__hash__",
 )  # fmt: skip
 _FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_tensor)
-_GRADIENT = torch.Tensor.grad.__get__
+_TORCH_C: Any = torch._C  # the stubs lack some of it
+_GRADIENT = inspect.getattr_static(torch.Tensor, "grad").__get__
 _ZERO_GRADS = frozenset(inspect.unwrap(it.zero_grad).__code__ for it in (torch.optim.Optimizer, torch.nn.Module))
 _FRAMES_BETWEEN = 4  # of torch, between the caller and this module
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
@@ -70,6 +71,7 @@ class Owner(Protocol):
     def gradient_read(self, tensor: torch.Tensor, *, zeroing: bool) -> None:
         """The program reads the ``.grad`` of this pending tensor. Finishes it if that is not known yet. ``zeroing``:
         zero_grad() only asks whether there is a gradient; it does not use the value."""
+        return
 
 
 # The classes that an owner's tensors have, by their own class. Only a class knows the owner, and it does not keep the
@@ -81,6 +83,8 @@ _without_known_gradient: set[int] = set()
 
 class _Pending:
     """Mixed into a tensor's own class; see the module docstring."""
+
+    grad: Any
 
     @classmethod
     @torch.compiler.disable  # compiled code calls Python for this operation
@@ -124,7 +128,7 @@ def _native() -> Any:
     return native
 
 
-def mark(tensors: list[torch.Tensor | None], owner: Owner, *, gradients_known: bool = True) -> int:
+def mark(tensors: Sequence[torch.Tensor | None], owner: Owner, *, gradients_known: bool = True) -> int:
     """From now on any use of these tensors waits for ``owner``, except of those that are pending already. Returns how
     many were not. ``gradients_known``: otherwise ``owner`` hears of reads of their ``.grad``."""
     if not gradients_known:
@@ -132,12 +136,12 @@ def mark(tensors: list[torch.Tensor | None], owner: Owner, *, gradients_known: b
     return _native().mark_pending(_Pending, tensors, functools.partial(_pending_class, owner))
 
 
-def ask_for_gradients(tensors: list[torch.Tensor]) -> None:
+def ask_for_gradients(tensors: Sequence[torch.Tensor | None]) -> None:
     """The owner of these pending tensors hears of reads of their ``.grad`` until ``clear``."""
     _without_known_gradient.update(map(id, tensors))
 
 
-def clear(tensors: list[torch.Tensor | None]) -> None:
+def clear(tensors: Sequence[torch.Tensor | None]) -> None:
     """The tensors are finished. Those that are not pending stay as they are."""
     if _without_known_gradient:
         _without_known_gradient.difference_update(map(id, tensors))
@@ -164,17 +168,17 @@ def resolve(values: Any) -> None:
 
 def not_traced() -> contextlib.AbstractContextManager[None]:
     """Keeps the work that finishes a tensor out of what torch.jit.trace() records."""
-    state = torch._C._get_tracing_state()
+    state = _TORCH_C._get_tracing_state()
     return contextlib.nullcontext() if state is None else _tracing_stopped(state)
 
 
 @contextlib.contextmanager
 def _tracing_stopped(state: Any) -> Iterator[None]:
-    torch._C._set_tracing_state(None)
+    _TORCH_C._set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        _TORCH_C._set_tracing_state(state)
 
 
 def _zero(tensors: Any) -> Any:

@@ -150,7 +150,7 @@ def _made_from(record: Any) -> Any:
     kind, parts, *factory = record
     if kind in _DICTS:
         made = [(key, _made_from(part)) for key, part in parts]
-        return kind(*factory, made) if kind is collections.defaultdict else kind(made)
+        return collections.defaultdict(factory[0], made) if kind is collections.defaultdict else kind(made)
     return kind(map(_made_from, parts))
 
 

@@ -34,7 +34,7 @@ class UpdateCallback:
     in which this rank has no samples. ``on_detach``: called when gradcast has left the module."""
 
     function: UpdateFunction = lambda _names, _parameters: None
-    owned: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
+    owned: Mapping[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
     after_step: Callable[[Sequence[str]], None] | None = None
     without_forward: Callable[[], None] | None = None
     on_detach: Callable[[], None] | None = None
@@ -102,13 +102,13 @@ class UpdateCallbacks:
                         callback.function(list(part), list(part.values()))
                 except Exception as error:
                     failures.append((error, list(part)))
-        for error, names in failures[:1]:
+        for failure, names in failures[:1]:
             raise Error(
                 f"a function of handle.on_update() has failed for {parameter_state.shown(names)} {when} "
-                f"({type(error).__name__}: {error}); the parameters are updated, and training can go on, but what "
+                f"({type(failure).__name__}: {failure}); the parameters are updated, and training can go on, but what "
                 "the function keeps may lack this step",
-                error.code if isinstance(error, Error) else "invalid_use",
-            ) from error
+                failure.code if isinstance(failure, Error) else "invalid_use",
+            ) from failure
 
     def _after_step(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
         if not self._callbacks or is_inner_step(optimizer):
