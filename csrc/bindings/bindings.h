@@ -58,6 +58,24 @@ void def_repr(Class& bound_class, const std::vector<std::string>& attributes) {
   });
 }
 
+// replace(field=value, …): a copy made by the constructor from these arguments and, for the others, the object's own
+// attributes of the same names.
+template <typename Class>
+void def_replace(Class& bound_class, const std::vector<std::string>& arguments) {
+  bound_class.def("replace", [arguments](const pybind11::object& self, const pybind11::kwargs& changes) {
+    pybind11::dict values;
+    for (const std::string& argument : arguments) {
+      values[argument.c_str()] = self.attr(argument.c_str());
+    }
+    values.attr("update")(changes);
+    return pybind11::type::of(self)(**values);
+  });
+}
+
+// Unknown fields of a JSON object, as a dict for Python and as the core keeps them. `known` has the names of the others.
+pybind11::dict extra_of(const std::string& extra_json);
+std::string extra_json_from(const pybind11::dict& extra, const std::vector<std::string>& known);
+
 // A class of such attributes alone, which Python also shows by them.
 template <typename Record, typename... Fields>
 pybind11::class_<Record> def_record(pybind11::module_& module, const char* name, Fields... fields) {

@@ -1,11 +1,14 @@
 """The C++ core. Times are nanoseconds (``_ns``), sizes bytes. All but Engine and Monitor are values that do not change.
 
+Profiles, plans and their parts are equal if all their fields are, and have no hash. Their ``extra`` holds the fields of
+their JSON that gradcast does not know; ``replace(**changes)`` returns a copy with other arguments of the constructor.
+
 Functions raise ``gradcast.Error``, for wrong use its subclass ``gradcast.UsageError``, with a sentence about what is
 wrong and what to do.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 Op = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Mode = Literal["overlap", "hook"]
@@ -110,6 +113,7 @@ class Tensor:
         update_ns: float = 0.0,
         buffer: int = 0,
         element_bytes: int = 4,
+        extra: dict[str, Any] = ...,
     ) -> None: ...
     name: Final[str]
     bytes: Final[int]
@@ -118,6 +122,8 @@ class Tensor:
     ready_ns: Final[float]
     need_ns: Final[float]
     update_ns: Final[float]
+    extra: Final[dict[str, Any]]
+    def replace(self, **changes: Any) -> Tensor: ...
 
 @final
 class Profile:
@@ -132,6 +138,7 @@ class Profile:
         tensors: Sequence[Tensor],
         world_size: int = 1,
         link: LinkModel | None = None,
+        extra: dict[str, Any] = ...,
     ) -> None: ...
     name: Final[str]
     world_size: Final[int]
@@ -139,6 +146,8 @@ class Profile:
     backward_ns: Final[float]
     tensors: Final[tuple[Tensor, ...]]
     link: Final[LinkModel | None]
+    extra: Final[dict[str, Any]]
+    def replace(self, **changes: Any) -> Profile: ...
     @staticmethod
     def from_json(text: str) -> Profile: ...
     @staticmethod
@@ -152,7 +161,15 @@ class Block:
     """What travels in one collective operation: byte ranges ``(low, high)`` of one buffer."""
 
     def __init__(
-        self, *, ranges: Sequence[tuple[int, int]], op: Op = "all_reduce", buffer: int = 0, reason: str = ""
+        self,
+        *,
+        ranges: Sequence[tuple[int, int]],
+        op: Op = "all_reduce",
+        buffer: int = 0,
+        reason: str = "",
+        start_ns: float = 0.0,
+        finish_ns: float = 0.0,
+        extra: dict[str, Any] = ...,
     ) -> None: ...
     op: Final[Op]
     buffer: Final[int]
@@ -161,13 +178,24 @@ class Block:
     start_ns: Final[float]
     finish_ns: Final[float]
     reason: Final[str]
+    extra: Final[dict[str, Any]]
+    def replace(self, **changes: Any) -> Block: ...
 
 @final
 class Plan:
     """The blocks of one iteration, in the order in which every rank starts them."""
 
     def __init__(
-        self, *, blocks: Sequence[Block], policy: str = "by hand", mode: Mode = "overlap", in_flight: int = 1
+        self,
+        *,
+        blocks: Sequence[Block],
+        policy: str = "by hand",
+        mode: Mode = "overlap",
+        in_flight: int = 1,
+        predicted_ns: float = 0.0,
+        bound_ns: float = 0.0,
+        plain_bound_ns: float = 0.0,
+        extra: dict[str, Any] = ...,
     ) -> None: ...
     policy: Final[str]
     mode: Final[Mode]
@@ -176,6 +204,8 @@ class Plan:
     predicted_ns: Final[float]
     bound_ns: Final[float]
     plain_bound_ns: Final[float]
+    extra: Final[dict[str, Any]]
+    def replace(self, **changes: Any) -> Plan: ...
     @staticmethod
     def from_json(text: str) -> Plan: ...
     def to_json(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Profiles, plans and links on disk, and changed copies of profiles; each error says what is wrong with the file."""
+"""Profiles, plans and links on disk, and profiles with other times; each error says what is wrong with the file."""
 
 import json
 import os
@@ -61,25 +61,23 @@ def scaled_profile(
 
     ``backward_factor``, ``update_factor``: for backward and for updates, if they differ from ``factor``.
     """
-    factors = dict.fromkeys(("forward_ns", "need_ns"), factor)
-    factors |= dict.fromkeys(("backward_ns", "ready_ns"), factor if backward_factor is None else backward_factor)
-    factors["update_ns"] = factor if update_factor is None else update_factor
-    if set(factors.values()) == {1}:
+    backward = factor if backward_factor is None else backward_factor
+    update = factor if update_factor is None else update_factor
+    if factor == backward == update == 1:
         return profile
-    fields = json.loads(profile.to_json())
-    for owner in (fields, *fields["tensors"]):
-        for key in factors.keys() & owner.keys():
-            owner[key] = round(owner[key] * factors[key])
-    return Profile.from_json(json.dumps(fields))
-
-
-def with_fields(profile: Profile, **fields: Any) -> Profile:
-    """The profile with these fields of its JSON. All others, unknown ones included, stay as they are."""
-    return Profile.from_json(json.dumps(json.loads(profile.to_json()) | fields))
-
-
-def tensor_fields(profile: Profile) -> list[dict[str, Any]]:
-    return json.loads(profile.to_json())["tensors"]
+    tensors = [
+        tensor.replace(
+            ready_ns=round(tensor.ready_ns * backward),
+            need_ns=round(tensor.need_ns * factor),
+            update_ns=round(tensor.update_ns * update),
+        )
+        for tensor in profile.tensors
+    ]
+    return profile.replace(
+        forward_ns=round(profile.forward_ns * factor),
+        backward_ns=round(profile.backward_ns * backward),
+        tensors=tensors,
+    )
 
 
 def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
@@ -119,7 +117,7 @@ def stretched_profile(profile: Profile, forward_ns: float | None, backward_ns: f
 def load_plan(path: str) -> tuple[Plan, dict[str, Any]]:
     """A plan, and what it was made with: some of the fields of ``_MADE_WITH``."""
     plan = _parsed(path, read_text(path, "plan"), "plan", Plan.from_json)
-    fields = documents.checked(json.loads(plan.to_json()), record({}, {"made_with": _MADE_WITH}), path, "invalid_plan")
+    fields = documents.checked(plan.extra, record({}, {"made_with": _MADE_WITH}), path, "invalid_plan")
     return plan, fields.get("made_with") or {}
 
 

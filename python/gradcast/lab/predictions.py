@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.comparison.measured_exchange import in_a_ring
-from gradcast.files import tensor_fields, with_fields
 from gradcast.lab.variants import DDP_MGWFBP, TORCH_CAPS_MIB, Variant
 
 _MIB = 1 << 20
@@ -13,8 +12,8 @@ _MIB = 1 << 20
 
 def as_ddp_sends(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.Profile:
     """The profile with the parameters' own sizes (gradcast adds usage flags) and the link of a ring of all ranks."""
-    tensors = [tensor | {"bytes": size_bytes[tensor["name"]]} for tensor in tensor_fields(profile)]
-    return with_fields(in_a_ring(profile), tensors=tensors)
+    tensors = [tensor.replace(bytes=size_bytes[tensor.name]) for tensor in profile.tensors]
+    return in_a_ring(profile).replace(tensors=tensors)
 
 
 def ddp_plan(profile: _core.Profile, variant: Variant) -> _core.Plan:

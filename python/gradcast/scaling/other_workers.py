@@ -4,11 +4,8 @@ More or fewer workers change nothing but the link: each computes as before, on i
 change, growth.py says; of ranks that sum their gradients inside each host first, by the number of hosts.
 """
 
-import json
-
 from gradcast import _core
 from gradcast.comparison.measured_exchange import MeasuredExchange, exchange_of, with_exchange
-from gradcast.files import with_fields
 from gradcast.host_traffic import RING
 from gradcast.scaling.growth import Growth, Network
 
@@ -32,5 +29,5 @@ def for_workers(profile: _core.Profile, now: MeasuredExchange) -> _core.Profile:
     before = exchange_of(profile)
     counts = [len(each.hosts.host_of) if each.form == RING else each.hosts.count for each in (before, now)]
     link = Growth(Network("measured", ((counts[0], profile.link),))).estimate("ring", counts[1]).link
-    changed = with_fields(profile, link=json.loads(link.to_json()), world_size=len(now.hosts.host_of))
+    changed = profile.replace(link=link, world_size=len(now.hosts.host_of))
     return with_exchange(changed, now)

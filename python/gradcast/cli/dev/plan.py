@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> None:
 
 def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
     """Returns the plan as JSON with a record of what it was made from, so that a picture needs only the plan."""
-    text = plan.to_json()
     origin = {
         "profile": args.profile,
         "scale": args.scale,
@@ -78,8 +77,7 @@ def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profi
         "hash": plan_hash(plan, profile),
         "tensors": [tensor.name for tensor in profile.tensors],
     }
-    end = text.rindex("}")
-    return f'{text[:end].rstrip()},\n"made_with": {json.dumps(origin)}\n}}\n'
+    return plan.replace(extra={**plan.extra, "made_with": origin}).to_json()
 
 
 def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> None:

@@ -15,7 +15,6 @@ from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, Breakdown, synchronized_ms
 from gradcast.diagnosis.runs import WORTHWHILE_SPEEDUP
-from gradcast.files import tensor_fields, with_fields
 from gradcast.host_traffic import RING, WIRE_SHARES, WORTHWHILE_COST, Hosts, wire_cost
 
 _MS = 1e6
@@ -109,8 +108,9 @@ def early_waits(situation: Situation) -> list[dict[str, Any]]:
         ms = None
         if profile is not None:
             names, link = use["parameters"], situation.own_link
-            tensors = [each | ({"need_ns": 0} if each["name"] in names else {}) for each in tensor_fields(profile)]
-            early = with_fields(profile, tensors=tensors)
+            early = profile.replace(
+                tensors=[each.replace(need_ns=0) if each.name in names else each for each in profile.tensors]
+            )
             ends_ns = [_core.make_plan(each, link, mode="overlap").predicted_ns for each in (early, profile)]
             ms = max(0.0, (ends_ns[0] - ends_ns[1]) / _MS)
         found.append({key: use[key] for key in ("where", "what", "advice")} | {"ms": ms})

@@ -228,7 +228,7 @@ class PlanController:
     def keep_if_confirmed(self, agreed: AgreedPlan) -> bool:
         """Keeps the plan in force if calibration has confirmed it; its own steps update what is expected of it. Returns
         whether it is kept."""
-        if agreed.profile.to_json() != self.profile.to_json():
+        if agreed.profile != self.profile:
             return False
         if agreed.runs_as_baseline != self.agreed.runs_as_baseline:
             return False
@@ -245,7 +245,7 @@ class PlanController:
         return True
 
     def follow_corrected(self, agreed: AgreedPlan) -> PlanPhase:
-        if agreed.profile.to_json() != self.profile.to_json():
+        if agreed.profile != self.profile:
             in_force = self.agreed.in_force
             network = _cost_ns(in_force, agreed.profile.link) / _cost_ns(in_force, self.profile.link)
             compute = compute_ns(agreed.profile) / compute_ns(self.profile)

@@ -1,13 +1,11 @@
 """From the measurements of all ranks to the profile that the plan is made for."""
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 
 from gradcast import _core
 from gradcast.comparison.powersgd import with_shapes
-from gradcast.files import with_fields
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.measure.unseen_reads import agreed_reads
@@ -60,11 +58,10 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
         name="measured",
         forward_ns=math.ceil(forward_ns),
         backward_ns=math.ceil(backward_ns),
-        tensors=sorted(tensors, key=lambda tensor: tensor.need_ns),
+        tensors=tensors,
         world_size=len(ranks),
         link=link,
     )
-    # Through JSON, which rounds and sorts, so that the plan is made for exactly what a file of the profile holds.
     profile = with_shapes(profile, {name: each.shape for name, each in zip(sizes.names, sizes.parameters, strict=True)})
     steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
     return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
@@ -74,10 +71,6 @@ def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
     """The warm-up's samples, step by step, each of all ranks together."""
     steps = zip(*(rank.blocks for rank in ranks), strict=True)
     return [sample for step in steps for sample in network_cost.combined(step)]
-
-
-def replace_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:
-    return with_fields(profile, link=json.loads(link.to_json()))
 
 
 def _tensor(sizes: GradientSizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float) -> _core.Tensor:

@@ -114,7 +114,7 @@ class Proposer:
         in_force = agreed.in_force
         link = self._corrected_link(in_force, profile, steps)
         compute = calibration.corrected_compute(profile, steps.compute)
-        without_traffic = profile if link is None else measured_profile.replace_link(profile, link)
+        without_traffic = profile if link is None else profile.replace(link=link)
         corrected = without_traffic if compute is None else compute_cost.replace_compute(without_traffic, compute)
         baseline_profile = corrected
         if compute is not None and in_force.mode == "overlap":
@@ -277,7 +277,7 @@ def rehearse(sizes: GradientSizes, mode: str, options: Options) -> None:
         return
     profile = measured_profile.layout_profile(sizes, range(len(sizes.names)), world_size=2, name="rehearsal")
     for each in modes:
-        choose_plan(measured_profile.replace_link(profile, _ANY_LINK), each, options)
+        choose_plan(profile.replace(link=_ANY_LINK), each, options)
 
 
 def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world_size: int) -> AgreedPlan:
