@@ -18,7 +18,7 @@ _MS = 1e6
 
 @dataclass(frozen=True)
 class Layout:
-    """When gradients become ready, and how DDP lays out its buckets.
+    """Ready times of gradients, and DDP's buckets.
 
     ``buckets`` are in the order in which they are sent, as indices into ``ready_ms``, which is from the start of
     backward. ``best_cap_mib`` is the bucket size with the shortest predicted step.
@@ -70,7 +70,7 @@ def predicted(
 
 
 def _with_even_gradients(profile: _core.Profile) -> _core.Profile:
-    """Gradients become ready evenly over backward, the least urgent first, about as with layers compiled one by one."""
+    """Spreads ready times evenly over backward, the least urgent first, about as with layers compiled one by one."""
     count = len(profile.tensors)
     return profile.replace(
         tensors=[
