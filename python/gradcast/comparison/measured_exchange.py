@@ -1,4 +1,4 @@
-"""How a profile's link was measured: on which hosts, in which form, and with which wire format. Pure."""
+"""The conditions under which a profile's link was measured: hosts, form and wire format. Pure."""
 
 from dataclasses import asdict, dataclass
 
@@ -24,7 +24,7 @@ def with_exchange(profile: _core.Profile, exchange: MeasuredExchange) -> _core.P
 
 
 def exchange_of(profile: _core.Profile) -> MeasuredExchange | None:
-    """None if the profile does not say it, or has no link."""
+    """Returns None if the profile does not record it, or has no link."""
     found = profile.extra.get("exchange")
     if found is None or profile.link is None:
         return None
@@ -32,7 +32,7 @@ def exchange_of(profile: _core.Profile) -> MeasuredExchange | None:
 
 
 def in_a_ring(profile: _core.Profile) -> _core.Profile:
-    """The profile with the link that fp32 in a ring of all ranks would have measured, as DDP's is."""
+    """Returns the profile with the link of fp32 in a ring of all ranks, which DDP uses."""
     found = exchange_of(profile)
     if found is None or found.hosts.count == 1:
         return profile

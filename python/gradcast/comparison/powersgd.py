@@ -1,8 +1,8 @@
-"""What torch's PowerSGD hook for DistributedDataParallel sends, and how long a step takes with it. Pure.
+"""Traffic and predicted step of torch's PowerSGD hook for DistributedDataParallel. Pure.
 
 The hook sends three all-reduces for each bucket, each after the one before: the gradients that it does not compress,
 and the factors P and Q of the others. Over Gloo several buckets mix up their messages, so a prediction is for a single
-bucket. It leaves out the time that the factors take to compute.
+bucket. It omits the time that the factors take to compute.
 
 Source: torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py; Vogels et al., "PowerSGD" (NeurIPS 2019).
 """
@@ -36,7 +36,7 @@ def has_shapes(profile: _core.Profile) -> bool:
 
 
 def sent_elements(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
-    """The elements of a gradient that travel as they are, in P, and in Q."""
+    """Returns the elements of a gradient that are sent uncompressed, in P, and in Q."""
     count = math.prod(shape)
     if not shape or count == 0:
         return count, 0, 0
@@ -67,7 +67,7 @@ def _sent(profile: _core.Profile, rank: int) -> Iterator[tuple[int, list[int]]]:
     if not has_shapes(profile):
         raise Error(
             f"the profile {profile.name} does not hold the shapes of parameters, on which PowerSGD depends; "
-            "measure it again, or leave out --powersgd"
+            "measure it again, or omit --powersgd"
         )
     by_buffer: dict[int, list[_core.Tensor]] = {}
     for tensor in profile.tensors:

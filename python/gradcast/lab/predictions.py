@@ -11,7 +11,7 @@ _MIB = 1 << 20
 
 
 def as_ddp_sends(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.Profile:
-    """The profile with the parameters' own sizes (gradcast adds usage flags) and the link of a ring of all ranks."""
+    """Returns the profile with the parameters' own sizes (gradcast adds flags) and the link of a ring of all ranks."""
     tensors = [tensor.replace(bytes=size_bytes[tensor.name]) for tensor in profile.tensors]
     return in_a_ring(profile).replace(tensors=tensors)
 

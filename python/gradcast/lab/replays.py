@@ -17,7 +17,7 @@ from gradcast.training.plan.expectation import typical_step
 
 
 class Step(NamedTuple):
-    """One rank's step, from one start of backward to the next. ``link_ns``: while some block was due, not finished."""
+    """One rank's step, from one start of backward to the next. ``link_ns``: while some block was pending."""
 
     step_ns: float
     compute: Compute
@@ -32,7 +32,7 @@ class Replay(NamedTuple):
 
 
 def last_steps(handle: Any, count: int) -> list[Step]:
-    """This rank's last ``count`` complete steps, without those that followed another plan than the one in force."""
+    """Returns this rank's last ``count`` complete steps, but only those that followed the plan in force."""
     view = handle._view()
     iterations = {each.iteration: each for each in view.iterations()}
     steps = []
