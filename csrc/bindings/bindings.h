@@ -42,8 +42,8 @@ std::vector<std::string> def_fields(Class& bound_class, const char* name, Value 
   return names;
 }
 
-// How Python shows the object: the class and the named attributes, "LinkPiece(alpha_ns=5.0, …)". Of a long list it
-// shows the length: a plan with all its blocks would fill the screen.
+// The object's __repr__: the class and the named attributes, "LinkPiece(alpha_ns=5.0, …)". Of a long list it has the
+// length: a plan with all its blocks would fill the screen.
 template <typename Class>
 void def_repr(Class& bound_class, const std::vector<std::string>& attributes) {
   bound_class.def("__repr__", [attributes](const pybind11::object& self) {
@@ -72,7 +72,7 @@ void def_replace(Class& bound_class, const std::vector<std::string>& arguments) 
   });
 }
 
-// Unknown fields of a JSON object, as a dict for Python and as the core keeps them. `known` has the names of the others.
+// Unknown fields of a JSON object, as a dict for Python and in the core's form. `known`: the names of the others.
 pybind11::dict extra_of(const std::string& extra_json);
 std::string extra_json_from(const pybind11::dict& extra, const std::vector<std::string>& known);
 

@@ -73,9 +73,9 @@ void bind_costs(py::module_& module) {
   def_fields(timeline, "blocks", &Timeline::blocks, "tensors", &Timeline::tensors);
   module.def(
       "play", &checked_play, py::arg("profile"), py::arg("link"), py::arg("plan"), ReleaseGil(),
-      "What happens when the plan is followed: when each block is launched and finished, when forward waits, and\n"
-      "how long the iteration takes (ns from the start of backward). Raises gradcast.Error if the plan does not\n"
-      "fit the profile or the link lacks one of its operations.");
+      "Returns the launch and finish of each block, the waits of forward, and the iteration time under the plan\n"
+      "(ns from the start of backward). Raises gradcast.Error if the plan does not fit the profile or the link lacks\n"
+      "one of its operations.");
 
   def_record<Bound>(module, "Bound", "plain_ns", &Bound::plain_ns, "best_ns", &Bound::best_ns, "exact", &Bound::exact);
   module.def(
@@ -102,7 +102,7 @@ void bind_policies(py::module_& module) {
       py::arg("parameters") = std::map<std::string, double>{}, ReleaseGil(),
       "Plans one iteration of the profile on the link. Returns a checked plan with its predicted time and bounds\n"
       "(ns from the start of backward to the end of the next forward).\n\n"
-      "mode: \"overlap\" (gradients travel under the next forward too) or \"hook\" (all arrive before it).\n"
+      "mode: \"overlap\" (gradients are also sent during the next forward) or \"hook\" (all arrive before it).\n"
       "in_flight: blocks between launch and finish at the same time. parameters: of the policy, by name; see\n"
       "policies(). Raises gradcast.Error.");
 }

@@ -56,7 +56,7 @@ py::dict extra_of(const std::string& extra_json) {
   return extra_json.empty() ? py::dict() : py::dict(py::module_::import("json").attr("loads")(extra_json));
 }
 
-// As the core writes it, so that an object equals the one that is read from its JSON.
+// In the core's own form, so that an object equals the one that is read from its JSON.
 std::string extra_json_from(const py::dict& extra, const std::vector<std::string>& known) {
   if (extra.empty()) return "";
   for (const auto& entry : extra) {
