@@ -1,4 +1,4 @@
-"""Profiles, plans and links on disk, and profiles with other times; each error says what is wrong with the file."""
+"""Profiles, plans and links on disk, and profiles with other times. Each error names the fault of the file."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
 
 
 def rescaled_profile(profile: Profile, scale: float) -> Profile:
-    """``scaled_profile`` for a factor that the user has chosen. Raises Error if nothing is left of the times."""
+    """Returns ``scaled_profile`` for a user's factor. Raises Error if times become 0."""
     for key in ("forward_ns", "backward_ns"):
         if getattr(profile, key) * scale < 1 <= getattr(profile, key):
             raise Error(f"{scale:g} times {key} of {profile.name} is less than 1 ns; scale by more")
@@ -105,7 +105,7 @@ def rescaled_profile(profile: Profile, scale: float) -> Profile:
 
 
 def stretched_profile(profile: Profile, forward_ns: float | None, backward_ns: float | None) -> Profile:
-    """The profile with other times of its passes, if they are given. Raises Error if it has no time to stretch."""
+    """Returns the profile with other times of its passes, if given. Raises Error if a time of 0 is to be stretched."""
     factors = []
     for key, wanted_ns in (("forward_ns", forward_ns), ("backward_ns", backward_ns)):
         if wanted_ns is not None and getattr(profile, key) == 0:
@@ -115,19 +115,19 @@ def stretched_profile(profile: Profile, forward_ns: float | None, backward_ns: f
 
 
 def load_plan(path: str) -> tuple[Plan, dict[str, Any]]:
-    """A plan, and what it was made with: some of the fields of ``_MADE_WITH``."""
+    """Returns a plan and its origin: some of the fields of ``_MADE_WITH``."""
     plan = _parsed(path, read_text(path, "plan"), "plan", Plan.from_json)
     fields = documents.checked(plan.extra, record({}, {"made_with": _MADE_WITH}), path, "invalid_plan")
     return plan, fields.get("made_with") or {}
 
 
 def recorded_link(origin: dict[str, Any], path: str) -> LinkModel:
-    """The link that a plan was made with. REQUIRES: ``origin``, of ``load_plan``, has one."""
+    """Returns the link in a plan's ``origin``. REQUIRES: it has one."""
     return _parsed(f"{path}: made_with", json.dumps(origin["link"]), "link", LinkModel.from_json)
 
 
 def plan_hash(plan: Plan, profile: Profile) -> str:
-    """The hash that ranks compare. It is text because JSON readers that use doubles would round a number."""
+    """Returns the hash that ranks compare, as text: JSON readers that use doubles would round a number."""
     return f"{plan.hash(profile):016x}"
 
 
@@ -136,7 +136,7 @@ def load_link(path: str) -> LinkModel:
 
 
 def _parsed(path: str, text: str, expected: str, parse: Callable[[str], T]) -> T:
-    """Adds the file's name to errors, and says if the file is one of another kind."""
+    """Parses a file. Errors name the file, and its kind if that is the fault."""
     try:
         return parse(text)
     except Error as error:
