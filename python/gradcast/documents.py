@@ -169,10 +169,6 @@ def truth(value: Any) -> bool:
     return value
 
 
-def anything(value: Any) -> Any:
-    return value
-
-
 def number(low: float, high: float, *, or_zero: bool = False) -> Reader:
     """``or_zero``: 0 is accepted, too: no time, or an unknown one."""
     expected = f"{'0, or ' if or_zero else ''}a number from {low:g} to {high:g}"

@@ -57,11 +57,6 @@ class Hosts:
         """None if hosts hold different numbers of ranks."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
 
-    @property
-    def is_contiguous(self) -> bool:
-        """True if the ranks of each host follow one another."""
-        return list(self.host_of) == sorted(self.host_of)
-
     def describe(self) -> str:
         hosts = f"{self.count} host{'' if self.count == 1 else 's'}"
         if self.ranks_per_host is None:
