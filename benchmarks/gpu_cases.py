@@ -12,7 +12,6 @@ or is killed, rank 0 has to get gradcast's error that names rank 1. Times say no
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import signal
@@ -94,9 +93,8 @@ def _pinned(rank: Rank) -> Problems:
     rank.train("overlap")
     path = Path(rank.folder, "plan.json")
     if rank.index == 0:
-        costs = json.loads(rank.profile.link.to_json())
-        costs |= dict.fromkeys(("reduce_scatter", "all_gather"), costs["all_reduce"])  # only the operations matter
-        link = _core.LinkModel.from_json(json.dumps(costs))
+        pieces = rank.profile.link.all_reduce.pieces  # for all three: only the operations matter
+        link = _core.LinkModel(all_reduce=pieces, reduce_scatter=pieces, all_gather=pieces)
         plan = _core.make_plan(rank.profile, link, policy="dear", mode="overlap")
         path.write_text(plan_text(plan, rank.profile, None), encoding="utf-8")
     dist.barrier()

@@ -23,7 +23,7 @@ import gradcast
 from benchmarks.on_hosts import measured
 from benchmarks.pages import parser_of, run_program, show
 from gradcast.comparison.compare import total_bytes
-from gradcast.lab.counters import sent_bytes
+from gradcast.lab.cores import sent_bytes
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
 from gradcast.lab.trainer import Training

@@ -23,7 +23,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import gradcast
 from benchmarks.on_hosts import in_turns, measured, parser_of, spread
 from benchmarks.pages import run_program
-from gradcast.files import with_fields
 from gradcast.lab.models import Task, make_task
 from gradcast.lab.settings import Settings
 from gradcast.lab.standin import GRADIENT_SIZE, Gradients, Layer, SimulatedDevice, StandIn, Wait
@@ -155,7 +154,7 @@ def train(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """One rank."""
     if args.steady:
         _OPTIONS["plan"] = gradcast.Planning(adapt=False)
-    profile = with_fields(gradcast.load_profile(args.model), world_size=args.hosts)
+    profile = gradcast.load_profile(args.model).replace(world_size=args.hosts)
     task = make_task(Settings(profile.name, profile.to_json(), scale_size=args.scale_size), dist.get_rank())
     if dist.get_rank() == 0:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)

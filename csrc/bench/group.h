@@ -50,7 +50,7 @@ void run_as_threads(int32_t world_size, const InprocCost& cost, const std::funct
 
 // Runs `action` once in this process, one of those that MPI has started; MPI is initialized before and finalized after
 // it. An exception ends the processes of all ranks, with its message and exit code 1, since the others would wait for
-// this one. kMpi: blocks travel over MPI, in the memory of the host. kNccl: over NCCL, in that of a device, of which
+// this one. kMpi: blocks are sent over MPI, in the memory of the host. kNccl: over NCCL, in that of a device, of which
 // each rank of a host takes another one; MPI carries the rest. NCCL has not been run yet. Throws Error{kInvalidOption}
 // in a build without MPI, or for kNccl without NCCL.
 enum class Carrier { kMpi, kNccl };

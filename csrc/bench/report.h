@@ -1,4 +1,4 @@
-// What was measured, as tables for people and as JSON for `gradcast report`.
+// The results, as tables for people and as JSON for `gradcast report`.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -1,4 +1,4 @@
-// The scheduling sweep: training without a model. A profile's compute is played by waiting, its gradients travel over
+// The scheduling sweep: training without a model. A profile's compute is played by waiting, its gradients are sent over
 // the real transport through the engine, under one policy after the other.
 //
 // Thread safety: any thread, but each Group one.
@@ -38,11 +38,11 @@ struct ScheduleRow {
 
 // Every policy that the profile's link allows in this mode; the same rows on every rank.
 // Throws Error{kCommunication} where a step has not ended after a minute.
-// `tell` hears of each round before it begins, from 1.
+// Calls `tell` before each round, with its number from 1.
 std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options,
                                   const std::function<void(int32_t round)>& tell);
 
-// What a byte costs that is packed into a message and unpacked again, on this rank.
+// The cost per byte of packing into a message and unpacking again, on this rank.
 double pack_ns_per_byte();
 
 // The profile with all times and all sizes multiplied; each tensor keeps at least one element.

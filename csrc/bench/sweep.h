@@ -33,7 +33,7 @@ struct SweepRow {
   double bus_bandwidth(int32_t world_size) const;
 };
 
-// The same rows on every rank, each told when it is there. Throws Error{kCommunication} where an operation fails, or
+// The same rows on every rank, each passed to `tell` at once. Throws Error{kCommunication} where an operation fails, or
 // has not ended after a minute.
 std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
                             const std::function<void(const SweepRow&)>& tell);

@@ -10,7 +10,7 @@
 namespace gradcast {
 namespace {
 
-// What the threads share.
+// State that the threads share.
 struct Meeting {
   Meeting(int32_t world_size, const InprocCost& network)
       : cost(network), all(world_size), numbers(static_cast<size_t>(world_size)) {}
@@ -76,7 +76,7 @@ class ThreadGroup final : public Group {
   }
 
  private:
-  // What rank 0 makes, handed on in this place of the meeting.
+  // Rank 0's value, passed to all in this place of the meeting.
   template <typename Value, typename Make>
   Value from_first(Value& place, const Make& make) {
     if (rank_ == 0) {

@@ -42,8 +42,8 @@ std::vector<std::string> def_fields(Class& bound_class, const char* name, Value 
   return names;
 }
 
-// How Python shows the object: the class and the named attributes, "LinkPiece(alpha_ns=5.0, …)". Of a long list it
-// shows the length: a plan with all its blocks would fill the screen.
+// The object's __repr__: the class and the named attributes, "LinkPiece(alpha_ns=5.0, …)". Of a long list it has the
+// length: a plan with all its blocks would fill the screen.
 template <typename Class>
 void def_repr(Class& bound_class, const std::vector<std::string>& attributes) {
   bound_class.def("__repr__", [attributes](const pybind11::object& self) {
@@ -57,6 +57,24 @@ void def_repr(Class& bound_class, const std::vector<std::string>& attributes) {
     return pybind11::type::of(self).attr("__name__").template cast<std::string>() + "(" + text + ")";
   });
 }
+
+// replace(field=value, …): a copy made by the constructor from these arguments and, for the others, the object's own
+// attributes of the same names.
+template <typename Class>
+void def_replace(Class& bound_class, const std::vector<std::string>& arguments) {
+  bound_class.def("replace", [arguments](const pybind11::object& self, const pybind11::kwargs& changes) {
+    pybind11::dict values;
+    for (const std::string& argument : arguments) {
+      values[argument.c_str()] = self.attr(argument.c_str());
+    }
+    values.attr("update")(changes);
+    return pybind11::type::of(self)(**values);
+  });
+}
+
+// Unknown fields of a JSON object, as a dict for Python and in the core's form. `known`: the names of the others.
+pybind11::dict extra_of(const std::string& extra_json);
+std::string extra_json_from(const pybind11::dict& extra, const std::vector<std::string>& known);
 
 // A class of such attributes alone, which Python also shows by them.
 template <typename Record, typename... Fields>

@@ -1,4 +1,4 @@
-// What crosses from one Python module to another does so in a capsule, whose name is the version of the interface.
+// Objects cross from one Python module to another in capsules, whose name is the version of the interface.
 //
 // Thread safety: any thread that holds the GIL.
 #pragma once

@@ -47,7 +47,7 @@ class BoundEngine : private TransportOwner, public Engine, public GradientSink {
   }
 };
 
-// What has arrived already is the usual case, and is answered without giving the GIL back: other Python threads would
+// Tensors that have arrived already, the usual case, are answered without releasing the GIL: other Python threads would
 // take it and keep it for milliseconds.
 template <typename Wait>
 bool wait_without_gil(int64_t timeout_ns, const Wait& wait) {

@@ -17,9 +17,14 @@ namespace py = pybind11;
 namespace gradcast {
 namespace {
 
+const std::vector<std::string> kBlockFields = {"ranges", "op", "buffer", "reason", "start_ns", "finish_ns", "extra"};
+const std::vector<std::string> kPlanFields = {"blocks",       "policy",   "mode",           "in_flight",
+                                              "predicted_ns", "bound_ns", "plain_bound_ns", "extra"};
+
 Block make_block(const std::vector<std::pair<int64_t, int64_t>>& ranges, const std::string& op, int32_t buffer,
-                 std::string reason) {
-  Block block{.op = op_from_string(op), .buffer = buffer, .reason = std::move(reason)};
+                 std::string reason, double start_ns, double finish_ns, const py::dict& extra) {
+  Block block{
+      op_from_string(op), buffer, {}, start_ns, finish_ns, std::move(reason), extra_json_from(extra, kBlockFields)};
   for (const auto& [lo_bytes, hi_bytes] : ranges) {
     block.ranges.push_back({lo_bytes, hi_bytes});
   }
@@ -34,9 +39,13 @@ py::tuple ranges_of(const Block& block) {
   return result;
 }
 
-// A plan by hand, without predictions: play() tells its time.
-Plan make_hand_plan(std::vector<Block> blocks, std::string policy, const std::string& mode, int32_t in_flight) {
-  return {std::move(policy), mode_from_string(mode), in_flight, std::move(blocks)};
+// A plan by hand has no predictions unless they are given: play() tells its time.
+Plan make_hand_plan(std::vector<Block> blocks, std::string policy, const std::string& mode, int32_t in_flight,
+                    double predicted_ns, double bound_ns, double plain_bound_ns, const py::dict& extra) {
+  return {std::move(policy), mode_from_string(mode),
+          in_flight,         std::move(blocks),
+          predicted_ns,      bound_ns,
+          plain_bound_ns,    extra_json_from(extra, kPlanFields)};
 }
 
 // From Python any plan may meet any profile, so play's precondition is checked here.
@@ -64,9 +73,9 @@ void bind_costs(py::module_& module) {
   def_fields(timeline, "blocks", &Timeline::blocks, "tensors", &Timeline::tensors);
   module.def(
       "play", &checked_play, py::arg("profile"), py::arg("link"), py::arg("plan"), ReleaseGil(),
-      "What happens when the plan is followed: when each block is launched and finished, when forward waits, and\n"
-      "how long the iteration takes (ns from the start of backward). Raises gradcast.Error if the plan does not\n"
-      "fit the profile or the link lacks one of its operations.");
+      "Returns the launch and finish of each block, the waits of forward, and the iteration time under the plan\n"
+      "(ns from the start of backward). Raises gradcast.Error if the plan does not fit the profile or the link lacks\n"
+      "one of its operations.");
 
   def_record<Bound>(module, "Bound", "plain_ns", &Bound::plain_ns, "best_ns", &Bound::best_ns, "exact", &Bound::exact);
   module.def(
@@ -93,7 +102,7 @@ void bind_policies(py::module_& module) {
       py::arg("parameters") = std::map<std::string, double>{}, ReleaseGil(),
       "Plans one iteration of the profile on the link. Returns a checked plan with its predicted time and bounds\n"
       "(ns from the start of backward to the end of the next forward).\n\n"
-      "mode: \"overlap\" (gradients travel under the next forward too) or \"hook\" (all arrive before it).\n"
+      "mode: \"overlap\" (gradients are also sent during the next forward) or \"hook\" (all arrive before it).\n"
       "in_flight: blocks between launch and finish at the same time. parameters: of the policy, by name; see\n"
       "policies(). Raises gradcast.Error.");
 }
@@ -104,21 +113,26 @@ void bind_plan(py::module_& module) {
   py::class_<Block> block(module, "Block");
   block
       .def(py::init(&make_block), py::kw_only(), py::arg("ranges"), py::arg("op") = "all_reduce", py::arg("buffer") = 0,
-           py::arg("reason") = "")
+           py::arg("reason") = "", py::arg("start_ns") = 0.0, py::arg("finish_ns") = 0.0, py::arg("extra") = py::dict())
+      .def_property_readonly("extra", [](const Block& self) { return extra_of(self.extra_json); })
       .def_property_readonly("op", [](const Block& block) { return to_string(block.op); })
       .def_property_readonly("ranges", &ranges_of)
       .def_property_readonly("size_bytes", &Block::size_bytes)
       .def(py::self == py::self);
   def_fields(block, "buffer", &Block::buffer, "start_ns", &Block::start_ns, "finish_ns", &Block::finish_ns, "reason",
              &Block::reason);
+  def_replace(block, kBlockFields);
   def_repr(block, {"op", "buffer", "ranges", "start_ns", "finish_ns", "reason"});
 
   py::class_<Plan> plan(module, "Plan");
   def_fields(plan, "policy", &Plan::policy, "in_flight", &Plan::in_flight, "predicted_ns", &Plan::predicted_ns,
              "bound_ns", &Plan::bound_ns, "plain_bound_ns", &Plan::plain_bound_ns, "blocks", &Plan::blocks);
+  def_replace(plan, kPlanFields);
   def_repr(plan, {"policy", "mode", "in_flight", "predicted_ns", "bound_ns", "blocks"});
   plan.def(py::init(&make_hand_plan), py::kw_only(), py::arg("blocks"), py::arg("policy") = "by hand",
-           py::arg("mode") = "overlap", py::arg("in_flight") = 1)
+           py::arg("mode") = "overlap", py::arg("in_flight") = 1, py::arg("predicted_ns") = 0.0,
+           py::arg("bound_ns") = 0.0, py::arg("plain_bound_ns") = 0.0, py::arg("extra") = py::dict())
+      .def_property_readonly("extra", [](const Plan& self) { return extra_of(self.extra_json); })
       .def_property_readonly("mode", [](const Plan& self) { return to_string(self.mode); })
       .def_static("from_json", &plan_from_json, py::arg("text"), ReleaseGil())
       .def(

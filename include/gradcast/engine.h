@@ -3,8 +3,8 @@
 //
 // Callers post events ("this gradient exists") and wait. One named thread owns the follower, the transport and the
 // record of what happened. The engine never takes Python's GIL and sleeps when nothing happens. It starts blocks in the
-// plan's order only, so ranks that follow the same plan start the same operations in the same order, whatever their own
-// timing is.
+// plan's order only, so ranks that follow the same plan start the same operations in the same order, at any
+// timing of their own.
 //
 // Errors: the engine latches the first one, aborts the transport and drains every operation that was started exactly
 // once. Each later call that begins, waits or follows throws that error. A waiting caller gets it only when nothing is
@@ -36,7 +36,7 @@ struct EngineOptions {
 
 // Times of the steady clock in ns; 0 for what has not happened. If a device had still to write the gradients when the
 // block was handed to the transport, the first three times are the moment at which it had. If the block stood in a
-// device's queue behind others, it was due and launched when one of these made room.
+// device's queue behind others, it was pending and launched when one of these made room.
 struct BlockRecord {
   int64_t ready_ns = 0;   // its gradients existed; for an all-gather, its reduce-scatter had finished
   int64_t due_ns = 0;     // it was ready and no earlier block was in its way
@@ -55,7 +55,7 @@ struct EngineCounters {
   int64_t iterations = 0;    // finished
   int64_t blocks = 0;        // finished
   int64_t bytes = 0;         // in finished blocks
-  int64_t link_ns = 0;       // time during which at least one block was due and not finished
+  int64_t link_ns = 0;       // time during which at least one block was pending
   int64_t loop_ns = 0;       // CPU time of the engine's thread without the transport's start()
   int64_t record_bytes = 0;  // memory of the record
 };
@@ -63,7 +63,7 @@ struct EngineCounters {
 class Engine {
  public:
   // Starts the thread. Throws Error{kInvalidOption} for options out of range.
-  // REQUIRES: `transport` outlives the engine, is not open yet, and is used by nobody else.
+  // REQUIRES: `transport` outlives the engine, is not open yet, and has no other user.
   Engine(Transport& transport, const EngineOptions& options);
   ~Engine();  // shutdown()
   Engine(const Engine&) = delete;
@@ -71,7 +71,7 @@ class Engine {
 
   // Follows `plan` from the next iteration on. Returns its version: 1 for the first plan, one more for each. Throws
   // Error{kInvalidPlan} unless check_plan(plan, profile) passes and each all-gather carries exactly the ranges of one
-  // reduce-scatter (a rank owns a part of a block, so other cuts would gather what nobody has summed); the error of
+  // reduce-scatter (a rank owns a part of a block, so other cuts would gather bytes without a sum); the error of
   // check_profile; Error{kInvalidUse} while blocks of the last iteration are not finished.
   int64_t follow(const Profile& profile, const Plan& plan);
 

@@ -1,6 +1,6 @@
 // Who wants to know that a gradient exists: the engine, for hooks of autograd's in another module.
 //
-// As with transports (transport.h), only plain data crosses this interface, and no exception does. Any change here
+// Only plain data crosses this interface, as with transports (transport.h), and no exception does. Any change here
 // changes kGradientSinkCapsule.
 //
 // Thread safety: any thread.

@@ -21,7 +21,7 @@
 
 namespace gradcast {
 
-// What an operation costs on the emulated wire.
+// The cost of an operation on the emulated wire.
 struct InprocCost {
   double alpha_ns = 0;
   double beta_ns_per_byte = 0;
@@ -38,7 +38,7 @@ class InprocWorld {
   int32_t world_size() const;
 
   // The transport of one rank; each rank has one. It may outlive the world. After a reduce-scatter it sets the parts of
-  // other ranks to NaN, so that nobody comes to rely on undefined values. Throws Error{kInvalidOption} for an unknown
+  // other ranks to NaN, so that no caller relies on undefined values. Throws Error{kInvalidOption} for an unknown
   // rank, a buffer that cuts an element, or a rank that has its transport already.
   std::unique_ptr<Transport> transport(int32_t rank, std::vector<HostBuffer> buffers);
 

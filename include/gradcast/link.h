@@ -71,7 +71,7 @@ struct LinkModel {
   const OpCost& of(Op op) const {
     return op == Op::kAllReduce ? all_reduce : op == Op::kReduceScatter ? reduce_scatter : all_gather;
   }
-  // Whether it has both operations that together make an all-reduce.
+  // True if it has both operations that together make an all-reduce.
   bool can_scatter_gather() const { return reduce_scatter.available() && all_gather.available(); }
   OpCost& of(Op op) { return const_cast<OpCost&>(std::as_const(*this).of(op)); }
   bool operator==(const LinkModel&) const = default;

@@ -25,7 +25,7 @@ struct RankFacts {
 };
 
 struct MonitorOptions {
-  // What the plan was made for: the slowest rank's compute, and the time its blocks spend on the network. 0: not known.
+  // The basis of the plan: the slowest rank's compute, and the time of its blocks on the network. 0: not known.
   double busy_ns = 0;
   double link_ns = 0;
   bool has_baseline = true;         // there is a baseline to compare with
@@ -65,7 +65,7 @@ class Monitor {
   Monitor(Monitor&&) noexcept;
 
   // To be called with the times of each iteration, one entry per rank, in order. They may be some iterations late;
-  // interrupted iterations are left out. `on_baseline`: the iteration followed the baseline. Throws Error{kInvalidOption}
+  // interrupted iterations are omitted. `on_baseline`: the iteration followed the baseline. Throws Error{kInvalidOption}
   // for another number of ranks.
   Decision on_iteration(bool on_baseline, std::span<const RankFacts> ranks);
 

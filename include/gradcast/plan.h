@@ -1,4 +1,4 @@
-// A plan: which gradient bytes travel together, in which order, for one training iteration.
+// A plan: the blocks of gradient bytes of one training iteration, and their order.
 //
 // All ranks hold the same plan and start its blocks in the same order; that is what keeps their collectives matched.
 // A plan is a value: it is built once by a policy, checked, and never changed. A better one replaces it whole.
@@ -17,7 +17,7 @@
 
 namespace gradcast {
 
-// What travels in one collective operation. One range travels in place; several are packed, which costs a copy.
+// The content of one collective operation. One range is sent in place; several are packed, which costs a copy.
 struct Block {
   Op op = Op::kAllReduce;
   int32_t buffer = 0;

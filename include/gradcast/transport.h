@@ -37,7 +37,7 @@ struct Operation {
   int64_t ticket = 0;  // names the operation in its completion; ascending
   Op op = Op::kAllReduce;
   int32_t buffer = 0;
-  const Range* ranges = nullptr;  // ascending and disjoint; several travel as one message. Valid until the completion
+  const Range* ranges = nullptr;  // ascending and disjoint; several are one message. Valid until the completion
   int32_t range_count = 0;
 };
 
@@ -69,7 +69,7 @@ class Transport {
 
   // Starts the operation and returns without waiting for the network. The completion comes exactly once, on any thread,
   // also after an abort. An operation that cannot begin completes with an error. REQUIRES: every gradient in its ranges
-  // exists, and nobody touches these bytes until the completion, except device work that is queued behind the
+  // exists, and no other thread touches these bytes until the completion, except device work that is queued behind the
   // operation.
   virtual void start(const Operation& operation) noexcept = 0;
 

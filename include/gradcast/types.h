@@ -24,7 +24,7 @@ inline constexpr double kTimeMaxNs = static_cast<double>(kBytesMax);
 // Buffers are one per data type and device; far fewer than this in any model.
 inline constexpr int32_t kBufferCountMax = 1024;
 
-// What a block does with its bytes. A byte is finished by one all-reduce, or by a reduce-scatter and a later
+// The operation of a block on its bytes. A byte is finished by one all-reduce, or by a reduce-scatter and a later
 // all-gather.
 enum class Op { kAllReduce, kReduceScatter, kAllGather };
 inline constexpr Op kOps[] = {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather};
@@ -33,7 +33,7 @@ inline constexpr Op kOps[] = {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather
 // when all gradients have arrived, as DDP does; no read ever waits.
 enum class Mode { kOverlap, kHook };
 
-// How far a tensor has come in this iteration. kQueued: a device will bring it without the host
+// The progress of a tensor in this iteration. kQueued: a device will deliver it without the host
 // (CompletionSink::queued).
 enum class Progress : uint8_t { kTravelling, kQueued, kArrived };
 
@@ -67,7 +67,7 @@ Mode mode_from_string(std::string_view name);
 
 // A size in decimal units: "37.6 kB".
 std::string bytes_text(int64_t size_bytes);
-// As short as ten digits allow; the limit of sizes and times by its name, "2^53".
+// At most ten digits; the limit of sizes and times by its name, "2^53".
 std::string number_text(double value);
 
 }  // namespace gradcast

@@ -1,11 +1,14 @@
 """The C++ core. Times are nanoseconds (``_ns``), sizes bytes. All but Engine and Monitor are values that do not change.
 
+Profiles, plans and their parts are equal if all their fields are, and have no hash. Their ``extra`` holds the fields of
+their JSON that gradcast does not know; ``replace(**changes)`` returns a copy with other arguments of the constructor.
+
 Functions raise ``gradcast.Error``, for wrong use its subclass ``gradcast.UsageError``, with a sentence about what is
 wrong and what to do.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 Op = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Mode = Literal["overlap", "hook"]
@@ -24,17 +27,17 @@ class LinkPiece:
 
 @final
 class OpCost:
-    """What one kind of operation costs, by size."""
+    """The cost of one kind of operation, by size."""
 
     pieces: Final[tuple[LinkPiece, ...]]
     available: Final[bool]
     def cost_ns(self, size_bytes: int) -> float: ...
     def capacity_bytes(self, duration_ns: float) -> int:
-        """The most bytes that an operation of this duration carries."""
+        """Returns the most bytes that an operation of this duration carries."""
 
 @final
 class LinkModel:
-    """What a block costs, for each kind of operation. ``pack_ns_per_byte``: extra cost of a block of several ranges.
+    """The cost of a block, by kind of operation. ``pack_ns_per_byte``: extra cost of a block of several ranges.
 
     Raises ``gradcast.Error`` if a cost falls with the size of the operation.
     """
@@ -110,6 +113,7 @@ class Tensor:
         update_ns: float = 0.0,
         buffer: int = 0,
         element_bytes: int = 4,
+        extra: dict[str, Any] = ...,
     ) -> None: ...
     name: Final[str]
     bytes: Final[int]
@@ -118,10 +122,12 @@ class Tensor:
     ready_ns: Final[float]
     need_ns: Final[float]
     update_ns: Final[float]
+    extra: Final[dict[str, Any]]
+    def replace(self, **changes: Any) -> Tensor: ...
 
 @final
 class Profile:
-    """What one iteration asks of the network. Its tensors are in urgency order: 0 is needed first by forward."""
+    """The measured demand of one iteration. Its tensors are in urgency order: forward needs number 0 first."""
 
     def __init__(
         self,
@@ -132,6 +138,7 @@ class Profile:
         tensors: Sequence[Tensor],
         world_size: int = 1,
         link: LinkModel | None = None,
+        extra: dict[str, Any] = ...,
     ) -> None: ...
     name: Final[str]
     world_size: Final[int]
@@ -139,6 +146,8 @@ class Profile:
     backward_ns: Final[float]
     tensors: Final[tuple[Tensor, ...]]
     link: Final[LinkModel | None]
+    extra: Final[dict[str, Any]]
+    def replace(self, **changes: Any) -> Profile: ...
     @staticmethod
     def from_json(text: str) -> Profile: ...
     @staticmethod
@@ -149,10 +158,18 @@ class Profile:
 
 @final
 class Block:
-    """What travels in one collective operation: byte ranges ``(low, high)`` of one buffer."""
+    """The content of one collective operation: byte ranges ``(low, high)`` of one buffer."""
 
     def __init__(
-        self, *, ranges: Sequence[tuple[int, int]], op: Op = "all_reduce", buffer: int = 0, reason: str = ""
+        self,
+        *,
+        ranges: Sequence[tuple[int, int]],
+        op: Op = "all_reduce",
+        buffer: int = 0,
+        reason: str = "",
+        start_ns: float = 0.0,
+        finish_ns: float = 0.0,
+        extra: dict[str, Any] = ...,
     ) -> None: ...
     op: Final[Op]
     buffer: Final[int]
@@ -161,13 +178,24 @@ class Block:
     start_ns: Final[float]
     finish_ns: Final[float]
     reason: Final[str]
+    extra: Final[dict[str, Any]]
+    def replace(self, **changes: Any) -> Block: ...
 
 @final
 class Plan:
     """The blocks of one iteration, in the order in which every rank starts them."""
 
     def __init__(
-        self, *, blocks: Sequence[Block], policy: str = "by hand", mode: str = "overlap", in_flight: int = 1
+        self,
+        *,
+        blocks: Sequence[Block],
+        policy: str = "by hand",
+        mode: str = "overlap",
+        in_flight: int = 1,
+        predicted_ns: float = 0.0,
+        bound_ns: float = 0.0,
+        plain_bound_ns: float = 0.0,
+        extra: dict[str, Any] = ...,
     ) -> None: ...
     policy: Final[str]
     mode: Final[Mode]
@@ -176,6 +204,8 @@ class Plan:
     predicted_ns: Final[float]
     bound_ns: Final[float]
     plain_bound_ns: Final[float]
+    extra: Final[dict[str, Any]]
+    def replace(self, **changes: Any) -> Plan: ...
     @staticmethod
     def from_json(text: str) -> Plan: ...
     def to_json(self) -> str: ...
@@ -199,7 +229,7 @@ class TensorTimes:
 
 @final
 class Timeline:
-    """What happens when a plan is followed; times from the start of backward."""
+    """The predicted course of an iteration; times from the start of backward."""
 
     blocks: Final[tuple[BlockTimes, ...]]
     tensors: Final[tuple[TensorTimes, ...]]
@@ -208,8 +238,10 @@ class Timeline:
     exposed_ns: Final[float]
 
 def play(profile: Profile, link: LinkModel, plan: Plan) -> Timeline:
-    """What happens when the plan is followed: when each block is launched and finished, when forward waits, and how
-    long the iteration takes. Raises if the plan does not fit the profile or the link lacks one of its operations."""
+    """Returns the launch and finish of each block, the waits of forward, and the iteration time under the plan.
+
+    Raises if the plan does not fit the profile or the link lacks one of its operations.
+    """
 
 @final
 class Bound:
@@ -254,8 +286,9 @@ def make_plan(
 ) -> Plan:
     """Plans one iteration of the profile on the link; the plan is checked and has its predicted time and bounds.
 
-    ``mode``: "overlap" (gradients travel under the next forward too) or "hook" (all arrive before it). ``in_flight``:
-    blocks between launch and finish at the same time. ``parameters``: of the policy, by name; see ``policies()``.
+    ``mode``: "overlap" (gradients are also sent during the next forward) or "hook" (all arrive before it).
+    ``in_flight``: blocks between launch and finish at the same time. ``parameters``: of the policy, by name; see
+    ``policies()``.
     """
 
 @final
@@ -264,13 +297,13 @@ class BlockRecord:
 
     # When everything that it waits for existed: its gradients, or for an all-gather the sums of its reduce-scatter.
     ready_ns: Final[int]
-    due_ns: Final[int]  # it was ready and no block before it was in its way
+    due_ns: Final[int]  # it was ready, and no earlier block was pending
     launch_ns: Final[int]
     finish_ns: Final[int]
 
 @final
 class IterationRecord:
-    """What happened in one iteration: when each gradient existed, and what each block did."""
+    """The record of one iteration: when each gradient existed, and the times of each block."""
 
     iteration: Final[int]
     plan_version: Final[int]
@@ -282,17 +315,16 @@ class EngineCounters:
     iterations: Final[int]
     blocks: Final[int]
     bytes: Final[int]
-    link_ns: Final[int]  # in which at least one block was due and not finished
+    link_ns: Final[int]  # during which at least one block was pending
     loop_ns: Final[int]  # the engine thread's own work: without waiting, and without the transport's part
     record_bytes: Final[int]
 
 @final
 class Engine:
-    """Follows a plan: starts each block in plan order as soon as its gradients exist, and says what has arrived.
+    """Follows a plan: starts each block in plan order as soon as its gradients exist, and reports arrivals.
 
     ``transport`` is a capsule of a transport, or an object with an attribute ``capsule``; the engine keeps it until
-    shutdown.
-    The first failure is raised by each later call that begins, waits or follows.
+    shutdown. Each call that begins, waits or follows raises the first failure again.
     """
 
     def __init__(
@@ -310,32 +342,32 @@ class Engine:
         """Opens an iteration; returns its number, from 0."""
 
     def on_ready(self, tensor: int) -> None:
-        """The gradient of this tensor exists from now on; once per tensor and iteration."""
+        """Reports that the gradient of this tensor exists; once per tensor and iteration."""
 
     @property
     def sink(self) -> object:
         """A capsule through which hooks of another module call ``on_ready`` without Python; it keeps the engine."""
 
     def wait(self, tensors: Sequence[int], timeout_ns: int = -1, *, queued: bool = False) -> bool:
-        """True when these tensors have arrived, False when the time is over first; a negative timeout has no end.
+        """Returns True once these tensors have arrived, False at the timeout; a negative timeout has no end.
 
-        ``queued``: or when a device will bring them by itself, without the host.
+        ``queued``: also returns True once a device delivers them without the host.
         """
 
     def wait_all(self, timeout_ns: int = -1, *, queued: bool = False) -> bool: ...
     def queued_no_later_than(self, tensors: Sequence[int]) -> list[int]:
-        """What a device is bringing by itself, no later than these; see ``wait`` with ``queued``."""
+        """Returns the tensors that a device delivers no later than these; see ``wait`` with ``queued``."""
 
     def arrivals(self, position: int = 0) -> list[int]:
-        """The tensors that have arrived in this iteration, in the order of arrival, from the given position on."""
+        """Returns the tensors that have arrived in this iteration, in order of arrival, from this position on."""
 
     @property
     def busy(self) -> bool: ...
     def waiting_for(self) -> str:
-        """What an unfinished iteration is waiting for, for people; empty if nothing is open."""
+        """Describes what an unfinished iteration waits for; empty if none is open."""
 
     def timeline(self) -> tuple[IterationRecord, ...]:
-        """The last iterations, oldest first, the open one included."""
+        """Returns the last iterations, oldest first, the open one included."""
 
     def counters(self) -> EngineCounters: ...
     def shutdown(self) -> None: ...
@@ -344,7 +376,7 @@ class Engine:
 
 @final
 class RankFacts:
-    """What one rank saw of one iteration, ns; ``busy_ns``: not waiting for gradients."""
+    """One rank's times in one iteration; ``busy_ns``: without the waits for gradients."""
 
     def __init__(self, *, step_ns: float, busy_ns: float, link_ns: float) -> None: ...
     step_ns: Final[float]
@@ -362,7 +394,7 @@ class Change:
 
 @final
 class Decision:
-    """``change``: why to measure again; None: not."""
+    """``change``: the reason to measure again, or None."""
 
     on_baseline: Final[bool]
     stepped_aside: Final[bool]
@@ -379,7 +411,7 @@ class Comparison:
 
 @final
 class Monitor:
-    """Whether the plan in force still holds, and whether it is worth anything; see include/gradcast/monitor.h."""
+    """Detects when a plan no longer fits, or no longer beats the baseline; see include/gradcast/monitor.h."""
 
     def __init__(
         self,

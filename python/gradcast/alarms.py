@@ -1,7 +1,7 @@
-"""Alarms: steps take longer than expected, and why. Pure: ranks that are given the same steps decide the same.
+"""Alarms: steps take longer than expected, and why. Pure: ranks decide the same from the same steps.
 
-The monitor (include/gradcast/monitor.h) compares a step with those before it; here it is compared with what was
-expected, which does not move when a training gets slower and slower. Each cause has a one-sided cumulative sum (E. S.
+The monitor (include/gradcast/monitor.h) compares a step with those before it. Alarms compare it with the expected time,
+which does not move when a training gets slower and slower. Each cause has a one-sided cumulative sum (E. S.
 Page, *Continuous inspection schemes*, Biometrika 41, 1954) of the share of a step that it costs::
 
     sum = max(0, sum + min((value - expected) / step / allowed, 2) - 1),     alarm: sum > 11, over: sum = 0
@@ -44,9 +44,9 @@ _OBSERVATION = record(
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """One step. ``step_ms``: of the slowest rank. ``compute_ms``, ``data_ms``: by rank, its passes without waiting for
-    gradients, and what lies between them (loading data, for one); empty if not known. ``link_ms``: time during which
-    blocks were on the network. None, or 0 for a time: not known."""
+    """One step. ``step_ms``: of the slowest rank. ``compute_ms``: passes of each rank, without waits for gradients.
+    ``data_ms``: time of each rank between its passes, such as data loading. ``link_ms``: time during which blocks were
+    on the network. Unknown values are None, 0 or empty."""
 
     step: int
     step_ms: float
@@ -69,10 +69,10 @@ class Observation:
 class Alarm:
     """``cause``: "compute" (a rank computes longer), "data" (it spends longer between its passes), "link" (blocks take
     longer), "workers" (none of these, but steps take longer). ``rank``: None for most ranks, or no rank. ``step``,
-    ``since_step``: where it was raised, and since when the cause lasts. ``step_ms``, ``expected_ms``: of a step.
-    ``value_ms``, ``reference_ms``: of what the cause is about. ``until_step``: None while it lasts. ``hosts``: the two
-    whose link is slow, or the one whose links are, numbered in the order of their first ranks; () if no link is clearly
-    slower than the others, None if not known."""
+    ``since_step``: where it was raised, and where the cause began. ``step_ms``, ``expected_ms``: of a step.
+    ``value_ms``, ``reference_ms``: measured and expected. ``until_step``: None while it lasts. ``hosts``:
+    the two whose link is slow, or the one whose links are, numbered in the order of their first ranks; () if no link is
+    clearly slower than the others, None if not known."""
 
     cause: str
     rank: int | None
@@ -88,7 +88,7 @@ class Alarm:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long as expected what the cause is about takes."""
+        """Measured over expected time for this cause."""
         return self.value_ms / self.reference_ms if self.reference_ms else float("inf")
 
 
@@ -140,11 +140,11 @@ class Alarms:
 
     @property
     def all(self) -> list[Alarm]:
-        """In the order in which they were raised, those that last included."""
+        """All alarms in the order in which they were raised, active ones included."""
         return sorted([*self._over, *self._active.values()], key=lambda alarm: alarm.step)
 
     def learn(self, step: int = 0) -> None:
-        """What is not predicted is learned anew from the next steps. Ends all alarms. ``step``: the last one."""
+        """Ends all alarms and learns unpredicted times again from the next steps. ``step``: the last step."""
         for cause in list(self._active):
             self._end(cause, step)
         self._first: list[Observation] = []
@@ -173,16 +173,15 @@ class Alarms:
         return self._raised(observed, [cause for cause in self._sums if self._worst(cause).value > _LIMIT])
 
     def confirm(self, observed: Observation, causes: Sequence[str]) -> Alarm | None:
-        """The monitor has found a change of one of these causes for the worse, so no further steps are waited for.
-        ``observed``: the last step."""
+        """Raises an alarm at once for a change that the monitor has found. ``observed``: the last step."""
         return self._raised(observed, [cause for cause in causes if cause in self._sums and self._worst(cause).value])
 
     def is_suspect(self, cause: str) -> bool:
-        """Whether the last steps speak for an alarm of this cause."""
+        """Returns True if the last steps suggest this cause."""
         return any(each.value for each in self._sums.get(cause, ()))
 
     def locate(self, alarm: Alarm, hosts: tuple[int, ...] | None, names: Sequence[str]) -> Alarm:
-        """The alarm, which is about a link, with its hosts. ``names``: of all hosts."""
+        """Returns the alarm about a link with its hosts. ``names``: of all hosts."""
         alarm = dataclasses.replace(alarm, hosts=hosts)
         alarm = dataclasses.replace(alarm, sentence=self._sentence(alarm, names))
         self._active[alarm.cause] = alarm

@@ -1,4 +1,4 @@
-"""The output of ``gradcast-bench --json``: what it must hold, and what it says in sentences. Pure."""
+"""The output of ``gradcast-bench --json``: its fields, and a summary in sentences. Pure."""
 
 import json
 from typing import Any

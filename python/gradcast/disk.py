@@ -1,4 +1,4 @@
-"""Reads and writes files that the user has named. Each error says which file, and what is wrong with it.
+"""Reads and writes files that the user has named. Each error names the file and its fault.
 
 Everything that gradcast writes for a user goes through ``write_file``.
 """
@@ -23,7 +23,7 @@ _SILENCE_S = 5.0
 
 
 def read_text(path: str, what: str) -> str:
-    """The text of a file that the user named. ``what``: its kind, for errors, such as "profile"."""
+    """Returns the text of a file that the user named. ``what``: its kind, for errors, such as "profile"."""
     try:
         # Tables that spreadsheets have saved begin with a byte order mark.
         return io.TextIOWrapper(io.BytesIO(read_bytes(path, what)), "utf-8-sig").read()
@@ -32,8 +32,7 @@ def read_text(path: str, what: str) -> str:
 
 
 def read_bytes(path: str | Path, what: str) -> bytes:
-    """The content of a file or of a pipe. Raises Error, also for a device, which may never end, and for a pipe into
-    which nobody writes."""
+    """Returns the content of a file or of a pipe. Raises Error for a device, and for a pipe without a writer."""
     try:
         # A pipe without a writer would wait for one without end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -57,17 +56,17 @@ def read_bytes(path: str | Path, what: str) -> bytes:
 
 
 def _first_of_pipe(descriptor: int, path: str | Path, what: str) -> bytes:
-    """Waits until somebody writes into a pipe, and says so where that takes long."""
+    """Waits for the first bytes of a pipe, and reports a long wait."""
     for _ in range(_WRITER_POLLS):
         try:
             if data := os.read(descriptor, 1 << 16):
                 break
             time.sleep(_WRITER_POLL_S)
-        except BlockingIOError:  # somebody has opened it, and will write
+        except BlockingIOError:  # a writer has opened it
             data = b""
             break
     else:
-        raise Error(f"nobody writes into the pipe {path}, which is to be the {what}; give a file")
+        raise Error(f"no program writes into the pipe {path}, which is to be the {what}; give a file")
     os.set_blocking(descriptor, True)
     if not data and not select.select([descriptor], [], [], _SILENCE_S)[0]:
         print(f"gradcast: waiting for the program that writes the {what} into {path}", file=sys.stderr)
@@ -94,8 +93,10 @@ def make_folder(path: str | Path) -> None:
 
 
 def write_file(path: str | Path, data: bytes | str, what: str) -> None:
-    """Writes a file completely or not at all: whatever fails, the old content is still there, and readers see that or
-    the new one. A link stays a link, and a file keeps its mode. ``what``: its kind, for errors, such as "report"."""
+    """Writes a file completely or not at all: readers see the old content or the new one, after a failure the old one.
+
+    A link stays a link, and a file keeps its mode. ``what``: its kind, for errors, such as "report".
+    """
     content = data if isinstance(data, bytes) else data.encode("utf-8")
     try:
         if _is_special(path):
@@ -150,7 +151,7 @@ def _replace(target: str, content: bytes) -> None:
 
 
 def _take_over(descriptor: int, old: os.stat_result) -> None:
-    """Owner, group and mode of the file that is replaced, as far as this user may give them."""
+    """Gives the new file the owner, group and mode of the replaced one, as far as this user may."""
     new = os.fstat(descriptor)
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         with contextlib.suppress(PermissionError):

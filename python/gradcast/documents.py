@@ -1,6 +1,6 @@
-"""Checked reading of JSON and CSV: what a document must hold is written down once, as a tree of readers.
+"""Checked reading of JSON and CSV: a tree of readers defines the expected content of a document.
 
-A reader takes a value and returns it, or raises ``Wrong`` with the place and with what is expected there::
+A reader takes a value and returns it, or raises ``Wrong`` with the place and the expectation::
 
     step = record({"ms": number(0, 1e10)}, {"layer": text})
     read('{"ms": -5}', step, "run.json")    # Error: run.json: ms is -5; a number from 0 to 1e+10 is expected
@@ -29,14 +29,14 @@ _CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN')
 
 
 class Wrong(Exception):  # noqa: N818
-    """A value that is not as expected. ``sentence`` follows its place: "is 5; a text is expected"."""
+    """An unexpected value. ``sentence`` follows its place: "is 5; a text is expected"."""
 
     def __init__(self, sentence: str, place: str = "") -> None:
         super().__init__(sentence)
         self.sentence, self.place = sentence, place
 
     def inside(self, name: str | int) -> "Wrong":
-        """The same, seen from the object or the list around it."""
+        """Returns the same fault with its place in the object or list around it."""
         step = f"[{name}]" if isinstance(name, int) else name if name.isidentifier() else shown(name)
         separator = "." if self.place and not self.place.startswith("[") else ""
         return Wrong(self.sentence, f"{step}{separator}{self.place}")
@@ -56,7 +56,7 @@ def checked(value: Any, reader: Callable[[Any], T], where: str, code: str = "inv
 
 
 def parsed(text: str, where: str, code: str = "invalid_option") -> Any:
-    """The value of a JSON document, of which nothing is known but what the head of this file says. Raises Error."""
+    """Returns the value of a JSON document; only the properties in this file's header are checked. Raises Error."""
     try:
         value = json.loads(
             text,
@@ -77,7 +77,7 @@ def parsed(text: str, where: str, code: str = "invalid_option") -> Any:
 
 
 def examined(value: Any, where: str, code: str = "invalid_option") -> Any:
-    """A value that was parsed, of JSON or TOML, if it can be written again. Raises Error."""
+    """Returns a value that was parsed, of JSON or TOML, if it can be written again. Raises Error."""
     try:
         _check_depth_and_texts(value)
     except Wrong as wrong:
@@ -150,7 +150,7 @@ def _shortened(text: str) -> str:
 
 
 def refuse(value: Any, expected: str) -> NoReturn:
-    """``expected``: what is, such as "a text"."""
+    """Raises Wrong. ``expected``: in words, such as "a text"."""
     raise Wrong(f"is {shown(value)}; {expected} is expected")
 
 
@@ -169,12 +169,8 @@ def truth(value: Any) -> bool:
     return value
 
 
-def anything(value: Any) -> Any:
-    return value
-
-
 def number(low: float, high: float, *, or_zero: bool = False) -> Reader:
-    """``or_zero``: 0 is right, too, as what takes no time, or a time that is not known."""
+    """``or_zero``: 0 is accepted, too: no time, or an unknown one."""
     expected = f"{'0, or ' if or_zero else ''}a number from {low:g} to {high:g}"
 
     def read_number(value: Any) -> int | float:
@@ -245,7 +241,7 @@ def list_of(reader: Reader, *, least: int = 0) -> Reader:
 
 
 def mapping(keys: Collection[str], reader: Reader) -> Reader:
-    """An object that has only these fields, and perhaps not all."""
+    """An object with only these fields, and perhaps not all."""
 
     def read_mapping(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -265,8 +261,7 @@ def _refuse_others(value: dict[str, Any], names: Collection[str]) -> None:
 def record(
     required: Mapping[str, Reader], optional: Mapping[str, Reader] | None = None, *, others: bool = True
 ) -> Reader:
-    """An object. ``optional``: fields that may be null or absent. ``others``: fields that nobody knows are kept, and
-    otherwise refused."""
+    """An object. ``optional``: fields that may be null or absent. ``others``: unknown fields are kept, not refused."""
     known = [*required.items(), *((name, nullable(reader)) for name, reader in (optional or {}).items())]
     names = [name for name, _ in known]
 
@@ -290,7 +285,7 @@ def record(
 
 
 def that(reader: Reader, *checks: Callable[[Any], None]) -> Reader:
-    """A reader of what also passes the ``checks``, which raise Wrong."""
+    """A reader with further ``checks``, which raise Wrong."""
 
     def read_checked(value: Any) -> Any:
         found = reader(value)
@@ -305,14 +300,14 @@ def that(reader: Reader, *checks: Callable[[Any], None]) -> Reader:
 
 
 def table_rows(text_: str, path: str, columns: Collection[str], code: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The lines of a CSV with a header, each with its place. ``columns``: those that must be there. Raises Error."""
+    """Yields the lines of a CSV with a header, each with its place. ``columns``: the required ones. Raises Error."""
     rows = csv.DictReader(io.StringIO(text_), strict=True)
     try:
         names = [(name or "").strip() for name in rows.fieldnames or []]
         if missing := next((column for column in columns if column not in names), None):
             raise Error(f"{path} has no column {missing}; its first line must name {' and '.join(columns)}", code)
         if twice := next((name for name in names if name and names.count(name) > 1), None):
-            raise Error(f"{path} has two columns {shown(twice)}; leave one of them out", code)
+            raise Error(f"{path} has two columns {shown(twice)}; omit one of them", code)
         rows.fieldnames = names
         for row in rows:
             where = f"{path}, line {rows.line_num}"
@@ -325,7 +320,7 @@ def table_rows(text_: str, path: str, columns: Collection[str], code: str) -> It
 
 
 def table_number(row: Mapping[str, str], column: str, reader: Reader, where: str, code: str) -> Any:
-    """A number in a line of a table. ``reader``: what is expected of it. Raises Error."""
+    """Returns a number in a line of a table. ``reader``: its check. Raises Error."""
     cell = row.get(column, "")
     if not cell:
         raise Error(f"{where}: {column} is missing", code)

@@ -2,7 +2,7 @@
 
 
 class Error(RuntimeError):
-    """The message is a sentence for the user: what is wrong, in which field, and what to do.
+    """An error with a sentence for the user: the fault, its field, and the remedy.
 
     ``code`` is "invalid_profile", "invalid_plan", "invalid_link", "invalid_option", "invalid_use" (training code that
     gradcast cannot follow), "communication" (the network or a peer failed), "environment" (a tool or a right is
@@ -28,8 +28,7 @@ class Error(RuntimeError):
 
 
 class UsageError(Error, ValueError):
-    """Wrong use: an option, a file or training code, and not the network, a file system or a defect. Also a
-    ValueError."""
+    """Wrong use: an option, a file or training code. Also a ValueError."""
 
 
 def refused(message: str) -> Error:

@@ -1,4 +1,4 @@
-"""Profiles, plans and links on disk, and changed copies of profiles; each error says what is wrong with the file."""
+"""Profiles, plans and links on disk, and profiles with other times. Each error names the fault of the file."""
 
 import json
 import os
@@ -61,25 +61,23 @@ def scaled_profile(
 
     ``backward_factor``, ``update_factor``: for backward and for updates, if they differ from ``factor``.
     """
-    factors = dict.fromkeys(("forward_ns", "need_ns"), factor)
-    factors |= dict.fromkeys(("backward_ns", "ready_ns"), factor if backward_factor is None else backward_factor)
-    factors["update_ns"] = factor if update_factor is None else update_factor
-    if set(factors.values()) == {1}:
+    backward = factor if backward_factor is None else backward_factor
+    update = factor if update_factor is None else update_factor
+    if factor == backward == update == 1:
         return profile
-    fields = json.loads(profile.to_json())
-    for owner in (fields, *fields["tensors"]):
-        for key in factors.keys() & owner.keys():
-            owner[key] = round(owner[key] * factors[key])
-    return Profile.from_json(json.dumps(fields))
-
-
-def with_fields(profile: Profile, **fields: Any) -> Profile:
-    """The profile with these fields of its JSON. All others, unknown ones included, stay as they are."""
-    return Profile.from_json(json.dumps(json.loads(profile.to_json()) | fields))
-
-
-def tensor_fields(profile: Profile) -> list[dict[str, Any]]:
-    return json.loads(profile.to_json())["tensors"]
+    tensors = [
+        tensor.replace(
+            ready_ns=round(tensor.ready_ns * backward),
+            need_ns=round(tensor.need_ns * factor),
+            update_ns=round(tensor.update_ns * update),
+        )
+        for tensor in profile.tensors
+    ]
+    return profile.replace(
+        forward_ns=round(profile.forward_ns * factor),
+        backward_ns=round(profile.backward_ns * backward),
+        tensors=tensors,
+    )
 
 
 def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
@@ -99,7 +97,7 @@ def load_profile(name_or_path: str, scale: float = 1.0) -> Profile:
 
 
 def rescaled_profile(profile: Profile, scale: float) -> Profile:
-    """``scaled_profile`` for a factor that the user has chosen. Raises Error if nothing is left of the times."""
+    """Returns ``scaled_profile`` for a user's factor. Raises Error if times become 0."""
     for key in ("forward_ns", "backward_ns"):
         if getattr(profile, key) * scale < 1 <= getattr(profile, key):
             raise Error(f"{scale:g} times {key} of {profile.name} is less than 1 ns; scale by more")
@@ -107,7 +105,7 @@ def rescaled_profile(profile: Profile, scale: float) -> Profile:
 
 
 def stretched_profile(profile: Profile, forward_ns: float | None, backward_ns: float | None) -> Profile:
-    """The profile with other times of its passes, if they are given. Raises Error if it has no time to stretch."""
+    """Returns the profile with other times of its passes, if given. Raises Error if a time of 0 is to be stretched."""
     factors = []
     for key, wanted_ns in (("forward_ns", forward_ns), ("backward_ns", backward_ns)):
         if wanted_ns is not None and getattr(profile, key) == 0:
@@ -117,19 +115,19 @@ def stretched_profile(profile: Profile, forward_ns: float | None, backward_ns: f
 
 
 def load_plan(path: str) -> tuple[Plan, dict[str, Any]]:
-    """A plan, and what it was made with: some of the fields of ``_MADE_WITH``."""
+    """Returns a plan and its origin: some of the fields of ``_MADE_WITH``."""
     plan = _parsed(path, read_text(path, "plan"), "plan", Plan.from_json)
-    fields = documents.checked(json.loads(plan.to_json()), record({}, {"made_with": _MADE_WITH}), path, "invalid_plan")
+    fields = documents.checked(plan.extra, record({}, {"made_with": _MADE_WITH}), path, "invalid_plan")
     return plan, fields.get("made_with") or {}
 
 
 def recorded_link(origin: dict[str, Any], path: str) -> LinkModel:
-    """The link that a plan was made with. REQUIRES: ``origin``, of ``load_plan``, has one."""
+    """Returns the link in a plan's ``origin``. REQUIRES: it has one."""
     return _parsed(f"{path}: made_with", json.dumps(origin["link"]), "link", LinkModel.from_json)
 
 
 def plan_hash(plan: Plan, profile: Profile) -> str:
-    """The hash that ranks compare. It is text because JSON readers that use doubles would round a number."""
+    """Returns the hash that ranks compare, as text: JSON readers that use doubles would round a number."""
     return f"{plan.hash(profile):016x}"
 
 
@@ -138,7 +136,7 @@ def load_link(path: str) -> LinkModel:
 
 
 def _parsed(path: str, text: str, expected: str, parse: Callable[[str], T]) -> T:
-    """Adds the file's name to errors, and says if the file is one of another kind."""
+    """Parses a file. Errors name the file, and its kind if that is the fault."""
     try:
         return parse(text)
     except Error as error:

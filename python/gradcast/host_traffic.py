@@ -1,4 +1,4 @@
-"""How many bytes leave a host per iteration, as a multiple of the bytes of the gradients in fp32.
+"""Bytes that leave a host per iteration, as a multiple of the bytes of the gradients in fp32.
 
 Several ranks of one host share its link. For N hosts of g ranks, W = N g, and x bytes on the wire per byte of fp32:
 
@@ -24,7 +24,7 @@ WORTHWHILE_COST = 0.98
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which host each rank is on: ``host_of[rank]``, numbered in the order of their first ranks."""
+    """The host of each rank: ``host_of[rank]``, numbered in the order of their first ranks."""
 
     host_of: tuple[int, ...]
 
@@ -57,11 +57,6 @@ class Hosts:
         """None if hosts hold different numbers of ranks."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the ranks of each host follow one another."""
-        return list(self.host_of) == sorted(self.host_of)
-
     def describe(self) -> str:
         hosts = f"{self.count} host{'' if self.count == 1 else 's'}"
         if self.ranks_per_host is None:
@@ -70,8 +65,10 @@ class Hosts:
 
 
 def leaving_share(hosts: Hosts, form: str, wire: str = "fp32") -> float:
-    """Bytes that leave the busiest host, per byte of fp32 gradients. REQUIRES: fp32 in a ring; in two levels, the same
-    number of ranks on all hosts."""
+    """Returns the bytes that leave the busiest host, per byte of fp32 gradients.
+
+    REQUIRES: fp32 in a ring; in two levels, the same number of ranks on all hosts.
+    """
     ranks = len(hosts.host_of)
     if hosts.count == 1:
         return 0.0
@@ -87,8 +84,7 @@ def leaving_share(hosts: Hosts, form: str, wire: str = "fp32") -> float:
 
 
 def exchange_form(hosts: Hosts, wire: str, *, on_device: bool = False) -> str:
-    """The form in which gradcast sends fp32 gradients between these hosts. ``on_device``: not in host memory, so
-    that their backend knows the hosts itself."""
+    """Returns the form in which gradcast sends fp32 gradients. ``on_device``: their backend knows the hosts itself."""
     if hosts.count > 1 and (hosts.ranks_per_host or 1) > 1 and not on_device:
         return TWO_LEVEL
     return RING if wire == "fp32" else FLAT
@@ -97,9 +93,10 @@ def exchange_form(hosts: Hosts, wire: str, *, on_device: bool = False) -> str:
 def wire_cost(
     hosts: Hosts, wire: str, form: str | None = None, fp32_form: str | None = None, *, on_device: bool = False
 ) -> float:
-    """The cost per byte of gradients with this wire format, as a multiple of that with fp32. ``form``, ``fp32_form``:
-    None for the ones that gradcast takes. On one host, bytes between devices count; in host memory no wire format
-    is used."""
+    """Returns the cost per byte of gradients with this wire format, as a multiple of that with fp32.
+
+    ``form``, ``fp32_form``: None for gradcast's own. On one host, only bytes between devices count.
+    """
     if hosts.count == 1:
         return WIRE_SHARES[wire] if on_device or form == FLAT else 1.0
     narrow = leaving_share(hosts, form or exchange_form(hosts, wire, on_device=on_device), wire)
@@ -107,12 +104,12 @@ def wire_cost(
 
 
 def wire_taken(hosts: Hosts, wire: str, *, on_device: bool = False) -> str:
-    """The wire format that gradcast uses if this one is asked for."""
+    """Returns the wire format that gradcast uses if this one is requested."""
     return "fp32" if hosts.count == 1 and not on_device else wire
 
 
 def saves_nothing(hosts: Hosts, wire: str, *, on_device: bool = False) -> str | None:
-    """A sentence if this wire format is not faster than fp32 on these hosts, else None."""
+    """Returns a sentence if this wire format is not faster than fp32 on these hosts, else None."""
     if wire == "fp32" or wire_cost(hosts, wire, on_device=on_device) < WORTHWHILE_COST:
         return None
     if hosts.count == 1:

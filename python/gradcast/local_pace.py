@@ -1,9 +1,9 @@
-"""How many steps ranks make between averages, ``LocalSteps(every="auto")``: as many as skewed data allow.
+"""Number of steps between averages for ``LocalSteps(every="auto")``: the most that skewed data allow.
 
 After SkewScout ("The Non-IID Data Quagmire of Decentralized Machine Learning", ICML 2020, arXiv 1910.00189, section 7):
-hill climbing, a step at a time, on the sum of what skewed data cost in accuracy and what averages cost in bytes. There
-models travel to other ranks' data. Here each rank evaluates, on data like its own, its own model and then the global
-copy, so nothing travels: where ranks have learned different things, what they have in common is worse at each one's.
+hill climbing, a step at a time, on the sum of the costs of skewed data in accuracy and of averages in bytes. SkewScout
+sends models to other ranks' data. Here each rank evaluates, on data like its own, its own model and then the global
+copy, so nothing is sent: where ranks have learned different things, the global copy is worse on each rank's data.
 
 Thread safety: pure; any thread.
 """
@@ -21,21 +21,23 @@ _ROUNDS, _STEPS = 8, 64
 
 
 def is_due(every: int, steps_since: int) -> bool:
-    """Whether to measure at the end of this round, so many steps after the last time."""
+    """Returns True if the end of this round, so many steps after the last measurement, is to be measured."""
     return steps_since >= max(_ROUNDS * every, _STEPS)
 
 
 def gap_of(metric: str, own: Sequence[float], common: Sequence[float]) -> float:
-    """By how much the global copy is worse than the ranks' own models, on average; below 0 if it is better. ``own``,
-    ``common``: what each rank's ``evaluate`` returned for them."""
+    """Returns the mean loss of the global copy against the ranks' own models; below 0 if it is better.
+
+    ``own``, ``common``: the results of each rank's ``evaluate`` for them.
+    """
     difference = (sum(own) - sum(common)) / len(own)
     return difference if metric == "accuracy" else -difference
 
 
 def next_every(metric: str, every: int, gap: float, limit: int) -> tuple[int, str]:
-    """Half of ``every``, itself, or twice as many, from 1 to ``limit``, and a sentence why.
+    """Returns half of ``every``, itself, or twice as many, from 1 to ``limit``, and a sentence with the reason.
 
-    A gap is taken to grow as the number of steps that ranks make apart.
+    A gap is taken to grow with the number of local steps.
     """
     free, weight = _PRICES[metric]
 

@@ -1,9 +1,9 @@
-"""When ranks that make local optimizer steps exchange what: the schedule of a round, and the step time to expect.
+"""Exchanges of ranks that make local optimizer steps: the schedule of a round, and the expected step time.
 
-Every ``every`` steps (H) the ranks average by how much their parameters differ from a copy that all of them have, the
-global copy. In the streamed form (Streaming DiLoCo, arXiv 2501.18512) the parameters are cut into
-fragments of about equal size, which are taken one after the other, and each is applied ``overlap`` steps (tau) after it
-was taken: it travels under the steps between. In the blocking form (``overlap`` 0; DiLoCo, arXiv 2311.08105) all are
+Every ``every`` steps (H) the ranks average the differences of their parameters to a copy that all of them have, the
+global copy. In the streamed form (Streaming DiLoCo, arXiv 2501.18512) the parameters are cut into fragments of about
+equal size, which are taken one after the other, and each is applied ``overlap`` steps (tau) after it was taken: it is
+sent during the steps between. In the blocking form (``overlap`` 0; DiLoCo, arXiv 2311.08105) all are
 taken and applied in the same step.
 
 Everything follows from sizes and options, so that all ranks agree, and the numbers never depend on the network.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 CUT_ELEMENTS = 128
 # Smaller fragments would cost their start-up times only (0.1 to 0.5 ms over TCP; 64 KiB take as long on 1 Gbit/s).
 STREAMED_BYTES_MIN = 2**16
-# In the blocking form, the next fragment is written while one travels; as large as DDP's buckets.
+# In the blocking form, the next fragment is written while one is sent; as large as DDP's buckets.
 BLOCKING_BYTES = 25 * 2**20
 
 
@@ -45,17 +45,17 @@ class Schedule:
     fragments: tuple[tuple[Slice, ...], ...]
 
     def taken(self, step: int) -> list[int]:
-        """The fragments that are taken after this step, counted from 1."""
+        """Returns the fragments that are taken after this step, counted from 1."""
         if step < self.every:
             return []
         return [k for k in range(len(self.fragments)) if step % self.every == self._offset(k)]
 
     def applied(self, step: int) -> list[int]:
-        """The fragments that are applied after this step, before any is taken."""
+        """Returns the fragments that are applied after this step, before any is taken."""
         return self.taken(step - self.overlap) if self.overlap else []
 
     def at(self, every: int, overlap: int | None) -> "Schedule":
-        """The same fragments with another H. ``overlap``: as for ``make_schedule``, or less where H demands it."""
+        """Returns the same fragments with another H. ``overlap``: as for ``make_schedule``, at most ``every - 1``."""
         return replace(self, every=every, overlap=_overlap(every, overlap, len(self.fragments)))
 
     def _offset(self, fragment: int) -> int:
@@ -63,8 +63,9 @@ class Schedule:
 
 
 def make_schedule(sizes: Sequence[tuple[int, int]], every: int, overlap: int | None) -> Schedule:
-    """``sizes``: elements of each parameter and bytes of one, in the order of first use. ``overlap``: None for the
-    default: the steps between two fragments and one more, at most ``every - 1``.
+    """Makes a schedule. ``sizes``: elements of each parameter and bytes of one, in the order of first use.
+
+    ``overlap``: by default the steps between two fragments and one more, at most ``every - 1``.
 
     REQUIRES: ``every`` is at least 1, ``overlap`` from 0 to ``every - 1``.
     """

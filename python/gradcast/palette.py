@@ -23,7 +23,7 @@ PARTS = {
     "rest": "#b6bec6",
 }
 NETWORK_SHADES = ("#4f1a0a", "#b9512f", NETWORK, "#f7c4b0")  # blocks from those that are used first to those used last
-# Of whatever else differs by name: Okabe and Ito's, which people with colour blindness can tell apart.
+# Of all else that differs by name: Okabe and Ito's, which people with colour blindness can distinguish.
 CURVES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 INK, FAINT, GRID = "#222222", "#777777", "#e5e5e5"
 CHANGED = "#f1dede"  # background of steps under changed conditions

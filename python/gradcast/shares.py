@@ -1,4 +1,4 @@
-"""Shares of a global batch that follow each rank's speed. Pure: ranks that are given the same steps decide the same.
+"""Shares of a global batch that follow each rank's speed. Pure: ranks decide the same from the same steps.
 
 A rank's time is taken to be proportional to its samples. If a part of it is fixed, the first shares miss the best ones
 by about that part, and each further change by that part of what is left, so a few changes find them. A fixed part is
@@ -25,8 +25,7 @@ _ERROR_OF_MEDIAN = 1.2533  # standard error of a median over that of a mean
 
 @dataclass(frozen=True)
 class Step:
-    """One step of all ranks. ``weights``: what each rank counted, samples as a rule; ``busy_ns``: by rank, without
-    waiting; ``step_ns``: of the slowest rank."""
+    """One step of all ranks. ``weights``: by rank, as a rule samples; ``busy_ns``: by rank, without waits."""
 
     weights: tuple[float, ...]
     busy_ns: tuple[float, ...]
@@ -35,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Change:
-    """``shares``: samples of each rank. ``busy_ns``: what the slowest rank computes then. ``step_ns``,
+    """``shares``: samples of each rank. ``busy_ns``: compute of the slowest rank then. ``step_ns``,
     ``present_step_ns``, ``even_step_ns``: predicted with these shares, with the present and with even ones.
     ``slowest_rank``, ``slowness``: its time per sample over that of the median rank."""
 
@@ -58,7 +57,7 @@ class Change:
 
 
 def even_shares(batch: int, world_size: int) -> tuple[int, ...]:
-    """The first ranks get one sample more where they cannot be equal."""
+    """Returns even shares; the first ranks get one sample more where they cannot be equal."""
     return tuple(batch // world_size + (rank < batch % world_size) for rank in range(world_size))
 
 
@@ -87,7 +86,7 @@ def part_of(shares: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def matches(weights: Sequence[float], shares: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether a step's weights are nearer to ``shares`` than to the ``other`` ones."""
+    """Returns True if a step's weights are nearer to ``shares`` than to the ``other`` ones."""
     distances = [
         sum(abs(weight / sum(weights) - share / sum(each)) for weight, share in zip(weights, each, strict=True))
         for each in (shares, other)
@@ -96,8 +95,10 @@ def matches(weights: Sequence[float], shares: Sequence[int], other: Sequence[int
 
 
 def choose(steps: Sequence[Step], present: Sequence[int]) -> Change | None:
-    """Better shares than the present ones, None if there are none that are worth it. ``steps``: with the present ones.
-    Every rank has a weight above 0 in each."""
+    """Returns clearly better shares than the present ones, or None. ``steps``: with the present shares.
+
+    REQUIRES: every rank has a weight above 0 in each step.
+    """
     ranks, batch = range(len(present)), sum(present)
     # Where weights are tokens or a step has several batches: how many of a step's weights a sample stands for.
     per_sample = statistics.median(sum(step.weights) for step in steps) / batch

@@ -1,7 +1,7 @@
-"""Which host has the slow link, from what the connections between hosts have carried. Pure.
+"""Finds the host with the slow link from the traffic of the connections between hosts. Pure.
 
-A ring is as fast as its slowest link, so how long an operation takes is the same on all ranks. What a connection has
-carried while it had something to send differs: that is what its link gives.
+A ring is as fast as its slowest link, so an operation takes equally long on all ranks. The rate of a connection while
+it had something to send differs: it is the rate of its link.
 """
 
 import itertools
@@ -17,7 +17,7 @@ _EXPLAINS, _CLEARLY_SLOWER = 0.5, 1.1
 
 
 class Flow(NamedTuple):
-    """From one host to another: bytes, and the time in which they were on their way."""
+    """Traffic from one host to another: bytes, and the time in which they were in flight."""
 
     sender: int
     receiver: int
@@ -26,8 +26,10 @@ class Flow(NamedTuple):
 
 
 def slow_hosts(flows: Iterable[Flow], host_count: int, slowdown: float) -> tuple[int, ...] | None:
-    """The two hosts whose link is slow, in order; one host, if several of its links are; () if no link or host stands
-    out, None if nothing is known. ``slowdown``: how many times as long operations take as expected."""
+    """Returns the two hosts of the slow link, or the one host with several; () if none stands out, None if unknown.
+
+    ``slowdown``: measured over expected time of operations.
+    """
     if host_count == 2:
         return 0, 1
     sent: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -1,4 +1,4 @@
-"""Text for a terminal. What would act on it, or what its encoding lacks, is shown escaped: \\u001b, \\u202e, \\u2026.
+"""Text for a terminal. Control characters, and those that its encoding lacks, are escaped: \\u001b, \\u202e, \\u2026.
 
 Names in profiles, plans and runs come from files of other people. Inside JSON the same escapes mean the same text.
 """
@@ -35,12 +35,12 @@ def visible(text: str, encoding: str = "utf-8") -> str:
 
 
 def on_one_line(name: str) -> str:
-    """A name that is part of a sentence: a line of its own could pass for one of gradcast's."""
+    """Returns a name as part of a sentence: a line of its own could pass for one of gradcast's."""
     return visible(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class _Escaping:
-    """A stream to which only visible text is written."""
+    """A stream that escapes control characters."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -55,7 +55,7 @@ class _Escaping:
 
 @contextlib.contextmanager
 def escaping() -> Iterator[None]:
-    """Standard output and errors are escaped inside."""
+    """Escapes standard output and errors inside the block."""
     with contextlib.ExitStack() as stack:
         if sys.stdout is not None:
             stack.enter_context(contextlib.redirect_stdout(_Escaping(sys.stdout)))

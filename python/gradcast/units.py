@@ -22,7 +22,7 @@ _QUOTED_MAX = 40
 
 
 def quoted(text: str) -> str:
-    """The user's own words, for messages."""
+    """Returns the user's own words, for messages."""
     return f"'{text}'" if len(text) <= _QUOTED_MAX else f"'{text[:_QUOTED_MAX]}…'"
 
 
@@ -134,7 +134,7 @@ def parse_parameter(text: str) -> tuple[str, float]:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, or all digits of a larger whole number."""
+    """Returns three significant digits, or all digits of a larger whole number."""
     if value == 0:
         return "0"
     if value >= 99.95:
@@ -155,7 +155,7 @@ def format_time(time_ns: float) -> str:
 
 
 def format_ms(time_ns: float) -> str:
-    """In milliseconds whatever the size, for columns of times."""
+    """Formats in milliseconds, for columns of times."""
     return f"{_digits(time_ns / 1e6)} ms"
 
 

@@ -39,6 +39,36 @@ def test_a_profile_made_by_hand_is_checked_and_brought_into_urgency_order():
         gradcast.Profile(name="empty", forward_ns=5, backward_ns=5, tensors=[])
 
 
+def test_replace_changes_what_is_named_and_nothing_else(profile):
+    late = profile.tensors[0].replace(need_ns=3e6, extra={"shape": [2, 2], "of": "gewählt"})
+    changed = profile.replace(tensors=[late, *profile.tensors[1:]], extra={"note": {"a": 1}})
+    assert changed.tensors == (*profile.tensors[1:], late), "in urgency order"
+    assert (changed.extra, changed.tensors[-1].extra["of"], changed.link) == (
+        {"note": {"a": 1}},
+        "gewählt",
+        profile.link,
+    )
+    assert gradcast.Profile.from_json(changed.to_json()) == changed != profile
+    assert changed.replace(tensors=profile.tensors, extra={}) == profile
+    assert profile.replace(link=None).link is None
+    plan = gradcast.make_plan(profile, profile.link)
+    blocks = [block.replace(start_ns=7, reason="by hand") for block in plan.blocks]
+    other = plan.replace(blocks=blocks, bound_ns=5, extra={"made_with": "a hand"})
+    assert gradcast.Plan.from_json(other.to_json()).extra == {"made_with": "a hand"}
+    assert other.replace(blocks=plan.blocks, bound_ns=plan.bound_ns, extra={}) == plan != other
+
+
+def test_replace_refuses_what_the_constructor_refuses(profile):
+    with pytest.raises(gradcast.Error, match="later than the end of backward"):
+        profile.replace(backward_ns=1)
+    for change in ({"nonsense": 1}, {"name": 5}):
+        with pytest.raises(TypeError):
+            profile.replace(**change)
+    for extra in ({"link": {}}, {"version": 2}):
+        with pytest.raises(gradcast.Error, match="rename yours"):
+            profile.replace(extra=extra)
+
+
 @pytest.mark.parametrize(
     ("read", "code"),
     [

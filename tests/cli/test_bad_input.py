@@ -118,7 +118,7 @@ HIERARCHICAL = ["--algorithm", "hierarchical", "--intra-bandwidth", "1GB/s"]
         (["simulate", R, "--bandwidth", "10gbit"], ["--workers"]),
         (["simulate", R, "--workers", "8"], ["--bandwidth"]),
         (["simulate", R, "--network", "nope"], ["nope", "10gbe-8"]),
-        (["simulate", R, "--network", "10gbe-8", "--workers", "8"], ["leave out --workers, or predict"]),
+        (["simulate", R, "--network", "10gbe-8", "--workers", "8"], ["omit --workers, or predict"]),
         (
             ["simulate", R, "--network", "10gbe", "--workers", "8,9,16"],
             ["--workers and write --network 10gbe-8,10gbe-16"],
@@ -127,14 +127,14 @@ HIERARCHICAL = ["--algorithm", "hierarchical", "--intra-bandwidth", "1GB/s"]
         (["dev", "plan", R, "--bandwidth", "1gbit,2gbit", "--workers", "2,4"], ["4 networks", "takes one"]),
         (["simulate", R, "vgg16", *NETWORK], ["several profiles only work with --scaling"]),
         (["simulate", R, *NETWORK, "--uncertainty", "5%"], ["--uncertainty only works with --scaling"]),
-        (["simulate", R, *NETWORK, "--network", "10gbe-8", "--plot", "x.png"], ["leave out --network"]),
+        (["simulate", R, *NETWORK, "--network", "10gbe-8", "--plot", "x.png"], ["omit --network"]),
         (["simulate", R, *NETWORK, "--algorithm", "ring,tree", "--plot", "x.png"], ["draws one algorithm"]),
         (["simulate", R, *NETWORK, "--algorithm", "star"], ["there is no algorithm star"]),
         (["simulate", R, *NETWORK, "--intra-latency", "5us"], ["--intra-latency"]),
         (["simulate", R, *NETWORK, "--algorithm", "hierarchical"], ["--ranks-per-host"]),
         (["simulate", R, *NETWORK, *HIERARCHICAL, "--ranks-per-host", "3"], ["multiple"]),
         (["simulate", R, *NETWORK, "--ranks-per-host", "3"], ["multiple"]),
-        (["simulate", R, *NETWORK, "--hosts", "3"], ["leave out --workers"]),
+        (["simulate", R, *NETWORK, "--hosts", "3"], ["omit --workers"]),
         (["simulate", R, "--network", "10gbe-8", "--hosts", "3"], ["--hosts needs --bandwidth or --wire"]),
         (
             ["simulate", R, "--network", "10gbe-8", "--hosts", "3", "--ranks-per-host", "2", "--wire", "bf16"],
@@ -235,28 +235,6 @@ def test_no_torch(command, refused, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     refused(command, "needs PyTorch, which is not installed", code=3)
-
-
-RENAMED = {
-    "sweep resnet50": "`gradcast sweep` is now `gradcast simulate PROFILE --bandwidth 1gbit,10gbit --workers 2,8`",
-    "networks": "`gradcast networks` is now `gradcast dev published-networks`",
-    "plan resnet50": "`gradcast plan` is now `gradcast dev plan`",
-    "lab train --model vgg16": "`gradcast lab` is now `gradcast dev lab`",
-    "doctor --seconds 5 train.py": "`gradcast doctor` has no --seconds any more; write --duration 60s",
-    "dev plan R --workers-per-node 4": "`gradcast dev plan` has no --workers-per-node any more; write --ranks-per-host",
-    "simulate resnet50 --topology tree": "`gradcast simulate` has no --topology any more; write --algorithm",
-    "advise resnet50 --cost 500": "`gradcast advise` has no --cost any more; write --budget",
-    "dev lab train --rates 1gbit,1gbit": "`gradcast dev lab train` has no --rates any more; write --bandwidth",
-    "dev lab train -o x.png": "`gradcast dev lab train` has no -o any more; write --plot",
-    "dev lab run --rate 1gbit -- x.py": "`gradcast dev lab run` has no --rate any more; write --bandwidth",
-    "dev lab adapt --forward-ms 5": "`gradcast dev lab adapt` has no --forward-ms any more; write --forward 100ms",
-}
-
-
-@pytest.mark.parametrize("arguments", RENAMED)
-def test_old_names_are_answered_with_the_new_ones(arguments, run):
-    result = run(*arguments.split())
-    assert (result.code, result.err) == (2, f"gradcast: error: {RENAMED[arguments]}\n")
 
 
 def test_an_unknown_kind_of_picture(plan_path, tmp_path, refused):

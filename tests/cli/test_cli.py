@@ -176,7 +176,7 @@ def test_simulate_names_the_policies_that_cannot_run(run):
         "the link has no costs for reduce_scatter and all_gather": ["--network", "10gbe-8"],
     }
     for reason, options in reasons.items():
-        assert f"dear is left out: {reason}" in run("simulate", "resnet50", *options).out
+        assert f"dear is omitted: {reason}" in run("simulate", "resnet50", *options).out
 
 
 def test_simulate_uses_the_profiles_own_link(run, profile_path):

@@ -105,7 +105,7 @@ def test_a_check_of_several_values_has_a_place_too():
     ("table", "words"),
     [
         ("a;b\n1;2\n", "t.csv has no column a; its first line must name a and b"),
-        ("a,b,a\n1,2,3\n", 't.csv has two columns "a"; leave one of them out'),
+        ("a,b,a\n1,2,3\n", 't.csv has two columns "a"; omit one of them'),
         ("a,b\n1,2,3\n", "t.csv, line 2 has 3 fields; 2 are expected, as in the first line"),
         ('a,b\n"1,2\n', "t.csv, line 2: unexpected end of data; is this a CSV file?"),
         ("a,b\n" + "1" * 200_000 + ",2\n", "t.csv, line 2: field larger than field limit"),

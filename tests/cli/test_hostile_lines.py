@@ -153,7 +153,7 @@ def test_too_many_revocations_are_left_out_with_the_reason(run, tmp_path, monkey
     monkeypatch.setattr(spot, "_DRAWS_MAX", 10_000)
     out = run("advise", R, "--steps", "1000000", "--runs", "1000").out
     assert (
-        "Left out, because 1000 simulated trainings with so many revocations take too long; give fewer --runs: " in out
+        "Omitted, because 1000 simulated trainings with so many revocations take too long; give fewer --runs: " in out
     )
     assert "x p3.2xlarge (spot)" in out
 

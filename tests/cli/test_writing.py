@@ -206,7 +206,7 @@ def test_a_pipe_into_which_nobody_writes_is_refused(tmp_path, refused, monkeypat
     monkeypatch.setattr(disk, "_WRITER_POLLS", 2)
     os.mkfifo(tmp_path / "pipe")
     for command in (["report"], ["watch"], ["simulate"], ["dev", "link", "fit"], ["dev", "profile", "import"]):
-        refused([*command, tmp_path / "pipe"], "nobody writes into the pipe", str(tmp_path / "pipe"))
+        refused([*command, tmp_path / "pipe"], "no program writes into the pipe", str(tmp_path / "pipe"))
 
 
 def test_what_is_written_into_a_pipe_is_read(tmp_path, run):

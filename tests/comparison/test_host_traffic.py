@@ -62,8 +62,8 @@ def test_bytes_of_any_hosts(host_of):
 
 def test_what_is_known_of_hosts():
     even, mixed = Hosts.even(2, 2), Hosts((0, 1, 0))
-    assert (even.host_of, even.count, even.ranks_per_host, even.is_contiguous) == ((0, 0, 1, 1), 2, 2, True)
-    assert (mixed.count, mixed.sizes, mixed.ranks_per_host, mixed.is_contiguous) == (2, (2, 1), None, False)
+    assert (even.host_of, even.count, even.ranks_per_host) == ((0, 0, 1, 1), 2, 2)
+    assert (mixed.count, mixed.sizes, mixed.ranks_per_host) == (2, (2, 1), None)
     assert (Hosts((0,)).describe(), mixed.describe()) == ("1 host of 1 rank", "2 hosts with 3 ranks in all")
 
 

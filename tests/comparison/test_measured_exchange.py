@@ -78,7 +78,7 @@ def test_simulate_takes_the_hosts_from_the_profile(run, saved, exchange, options
 
 def test_a_link_with_a_wire_format_takes_no_other(refused, saved):
     path = saved(MeasuredExchange(Hosts.even(4, 1), FLAT, "int8"))
-    refused(["simulate", path, "--wire", "bf16"], "measured with int8 on the wire", "leave out --wire")
+    refused(["simulate", path, "--wire", "bf16"], "measured with int8 on the wire", "omit --wire")
 
 
 def test_powersgd_is_predicted_beside_ddp(run, saved, tmp_path):

@@ -168,8 +168,7 @@ def _rank_trace(now, played, rank, step_count, dice):
 
 
 def with_link(now):
-    fields = {"world_size": now.world_size, "link": json.loads(now.link.to_json())}
-    return _core.Profile.from_json(json.dumps(json.loads(now.model.to_json()) | fields))
+    return now.model.replace(world_size=now.world_size, link=now.link)
 
 
 def _names(now):

@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-import json
 
 import pytest
 
 import gradcast
+from conftest import link_of
 from diagnosis import doctor_runs
-from gradcast import _core
 from gradcast.comparison import ddp_baseline, local_rounds, powersgd
 from gradcast.diagnosis import runs
 from gradcast.diagnosis.analyze import actions, timelines
@@ -38,9 +37,7 @@ def broken_down(step, ranks=None, straggler=None, **ms):
 
 
 def with_link(alpha_ns, beta_ns_per_byte):
-    fields = json.loads(gradcast.load_profile("resnet50").to_json())
-    pieces = [{"up_to_bytes": None, "alpha_ns": alpha_ns, "beta_ns_per_byte": beta_ns_per_byte}]
-    return _core.Profile.from_json(json.dumps(fields | {"world_size": 4, "link": {"all_reduce": pieces}}))
+    return gradcast.load_profile("resnet50").replace(world_size=4, link=link_of(alpha_ns, beta_ns_per_byte))
 
 
 def situation(profile, step_ms=None, *, setup=SETUP, hosts=ONE_EACH, **more):
@@ -181,10 +178,13 @@ def test_lines_that_would_wait_early_have_their_predicted_cost():
     profile = with_link(500e3, 8.0)
     names = [tensor.name for tensor in profile.tensors]
     use = {"where": "train.py:83", "what": "reads parameters after step()", "advice": "pass it on"}
-    uses = [use | {"where": "train.py:90", "parameters": names[:1]}, use | {"parameters": names}]
-    setup = dataclasses.replace(SETUP, early_uses=uses)
-    first, second = actions.early_waits(situation(profile, setup=setup))
-    assert [first["where"], second["where"]] == ["train.py:83", "train.py:90"]
+    uses = [
+        use | {"where": f"train.py:{line}", "parameters": read} for line, read in ((90, names[:1]), (91, names[-1:]))
+    ]
+    setup = dataclasses.replace(SETUP, early_uses=[*uses, use | {"parameters": names}])
+    first, last, second = actions.early_waits(situation(profile, setup=setup))
+    assert [each["where"] for each in (first, last, second)] == ["train.py:83", "train.py:91", "train.py:90"]
+    assert first["ms"] > last["ms"] > 0, "its gradient is ready first, so it arrives before the others"
     assert second["ms"] == pytest.approx(0, abs=1), "forward reads it first anyway"
     plans = [gradcast.make_plan(profile, profile.link, mode=mode) for mode in ("hook", "overlap")]
     assert first["ms"] == pytest.approx((plans[0].predicted_ns - plans[1].predicted_ns) / MS, rel=0.05)
@@ -192,7 +192,7 @@ def test_lines_that_would_wait_early_have_their_predicted_cost():
     cost = f"which costs overlap mode {first['ms']:.0f} ms per step"
     assert sentences == [f"train.py:83 reads parameters after step(), {cost}: pass it on."]
     untried = dataclasses.replace(situation(profile, setup=setup), profile=None)
-    assert [each["ms"] for each in actions.early_waits(untried)] == [None, None]
+    assert [each["ms"] for each in actions.early_waits(untried)] == [None, None, None]
 
 
 def test_no_step_is_predicted_to_be_shorter_than_its_passes():

@@ -249,7 +249,7 @@ def refused(rank):
         "needs the optimizer": (ddp, []),
         "LBFGS.step() needs a closure": (ddp, torch.optim.LBFGS(ddp.parameters())),
         "must be a whole number of at least 5": (ddp, adam, 0),
-        "leave it out for the diagnosis": (hooked, hooked_adam),
+        "omit it for the diagnosis": (hooked, hooked_adam),
     }
     said = {}
     for words, (model, optimizers, *steps) in uses.items():

@@ -91,7 +91,7 @@ def test_each_mistake_is_found_if_it_is_there_and_costs_something(changes, expec
     [
         (LATE | {"compiled": True}, "the whole model is compiled", "block.compile()"),
         (ONE_BUCKET, "(of 1) is ready after 100% of backward", "bucket_cap_mb=4)"),
-        (REVERSED, "waits 25.0 ms", "leave find_unused_parameters out"),
+        (REVERSED, "waits 25.0 ms", "omit find_unused_parameters"),
         (BUFFERS, "4000 bytes", "broadcast_buffers=False"),
         (THREADS, "on c, 16 threads compute on 8 cores", "OMP_NUM_THREADS=2"),
         ({"hosts": [HostCpu("a", threads=8, cores=1, ranks=4)]}, "", "OMP_NUM_THREADS=1, and fewer ranks per host"),

@@ -61,7 +61,7 @@ def with_faults(measured, *faulty):
 
 THREE = all_pairs([5, 5, 5])
 DOCKER = {"interface": "docker0", "physical": False}
-OTHER = "travel over nccl, but this check measures Gloo on the CPU"
+OTHER = "are sent over nccl, but this check measures Gloo on the CPU"
 LINK = "90% of raw TCP, 10 Gbit/s per host"
 SLOW_AND_FAULTY = network(all_pairs([10, 10, 1]))
 

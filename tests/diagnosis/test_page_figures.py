@@ -208,7 +208,7 @@ def test_what_a_pair_costs_is_told_where_it_is_known(run_fields):
 def test_the_knee_stands_where_it_is(run_fields, knee, words):
     told = section(run_fields | {"scaling": run_fields["scaling"] | {"knee_workers": knee}}, "scaling")
     assert words in words_of(told)
-    assert "Left out: the costs of the network inside a node are not known." in words_of(told)
+    assert "Omitted: the costs of the network inside a node are not known." in words_of(told)
     tick = next(each for each in svg(told, "text") if each.text == "16")
     lines = [at(each, "x1", "x2") for each in shapes(told, "line", "reference")]
     assert lines == ([at(tick, "x") * 2] if knee == 16 else [])

@@ -226,7 +226,8 @@ def kernels_of(trace):
 def test_what_forward_waits_is_no_kernel():
     spans = [("backward", 0, 10), ("forward", 10, 30), ("wait", 12, 20), ("update", 20, 22), ("wait", 25, 30)]
     trace = recorded(spans=spans, blocks=[(0, 0, 4, 5, 20)], steps=[(0, 30)])
-    rank = trace_files.of_rank(merged_trace.merge([trace]), 0)
+    merged = merged_trace.merge([trace])
+    rank = trace_files.of_rank(merged, 0, merged["traceEvents"])
     assert kernels_of(rank) == [
         ("backward", 0, 10_000), ("forward", 10_000, 12_000), ("forward", 22_000, 25_000),
         ("ncclKernel block 0", 5_000, 20_000), ("update", 20_000, 22_000),

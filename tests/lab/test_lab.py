@@ -112,7 +112,7 @@ for size in (1, 1, 200_000):
 
 def test_where_there_is_no_tun_it_says_so(network, monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "TUN_PATH", str(tmp_path / "tun"))
-    with pytest.raises(LabError, match="tun, which this system does not have; leave it out"):
+    with pytest.raises(LabError, match="tun, which this system does not have; omit it"):
         network.set_latency(0, 0.001)
 
 

@@ -1,5 +1,6 @@
 """Rules of the tree that no compiler and no linter holds."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", ".clang-format", "run"}
 # Folders of one machine: nobody else has them. (Written so that the pattern does not match itself.)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|farm|root|home/\w+|Users/\w+|tmp/\w*job\w*)/")
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -58,6 +60,38 @@ def test_headers_say_what_they_are_and_who_may_call_them(folder):
 def test_python_modules_say_what_they_are():
     for path in files_in("python", ".py"):
         assert path.read_text().startswith('"""'), path
+
+
+# Folders and files that are in the language of the field; to be extended to all of python/gradcast and csrc.
+PLAIN = re.compile(
+    r"python/gradcast/([a-z_]+|(cli|comparison|diagnosis|lab|plots|scaling)/.*)\.pyi?"
+    r"|(include/gradcast|csrc/(core|bench|bindings))/.*\.h"
+)
+NO_NOUN_PHRASE = re.compile(r"(What|Whether|How|As)\b")
+PRIVATE_WORD = re.compile(
+    r"\b(travel\w*|passengers?|apart|hears?|heard|told|due|borrowed forward|lends?|long frozen|certified share|left out"
+    r"|lea(ve|ves|ving) (\w+ )?out)\b",
+    re.IGNORECASE,
+)
+
+
+def descriptions(path: Path) -> list[str]:
+    """The docstrings of a Python file, the comments of a header."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".h":
+        blocks = re.findall(r"^ *// .*(?:\n *//.*)*", text, re.MULTILINE)
+        return [re.sub(r"^ *// ?", "", block, flags=re.MULTILINE) for block in blocks]
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, DOCUMENTED)]
+    return [doc for node in nodes if (doc := ast.get_docstring(node))]
+
+
+def test_docstrings_are_in_the_language_of_the_field():
+    """House rules: a noun phrase or "Returns ..."; the field's words, not private ones."""
+    clean = [path for path in files() if PLAIN.fullmatch(str(path.relative_to(ROOT)))]
+    assert len(clean) > 150
+    found = [(path, text) for path in clean for text in descriptions(path)]
+    assert not [f"{path}: {text[:60]}" for path, text in found if NO_NOUN_PHRASE.match(text)]
+    assert not [f"{path}: {match[0]}" for path, text in found if (match := PRIVATE_WORD.search(text))]
 
 
 # What a user gets is written by disk.write_file, which loses nothing. These write other things: a cache, a lock, dumps

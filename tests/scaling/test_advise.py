@@ -316,7 +316,7 @@ def test_the_command_in_json_is_the_table(resnet50):
 def test_clusters_that_are_left_out_are_named(resnet50):
     reason = "a hierarchical all-reduce needs nodes of several workers"
     out = resnet50("--algorithm", "hierarchical", "--all").out
-    assert f"Left out, because {reason}: 2 x small, 4 x small, 8 x small." in out
+    assert f"Omitted, because {reason}: 2 x small, 4 x small, 8 x small." in out
     fields = json.loads(resnet50("--algorithm", "hierarchical", "--json").out)
     assert fields["skipped"] == {f"{count} x small": reason for count in (2, 4, 8)}
 
@@ -349,7 +349,7 @@ def test_the_bundled_prices_say_that_they_are_a_sample(run):
     [
         ([], "the length of the training is missing; give --samples"),
         (["--samples", "1000"], "--batch is missing"),
-        (["--steps", "5", "--batch", "5"], "leave out --batch"),
+        (["--steps", "5", "--batch", "5"], "omit --batch"),
         (["--samples", "many", "--batch", "1"], "'many' is not a number"),
         (["--steps", "5", "--time-limit", "4"], "'4' has no known unit of time; write ns, us, ms, s, min, h or d"),
         (["--steps", "5", "--time-limit", "0h"], "the time is 0"),

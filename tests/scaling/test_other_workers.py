@@ -1,7 +1,5 @@
 """A measured profile for more or fewer workers: the link changes as growth.py says, and nothing else."""
 
-import json
-
 import pytest
 
 from gradcast import LinkModel, LinkPiece, Profile, Tensor
@@ -53,10 +51,7 @@ def test_bytes_cost_as_many_as_leave_a_host_and_start_up_grows_with_the_steps(be
     assert became[0].alpha_ns == pytest.approx(hops * was[0].alpha_ns)
     assert new.world_size == len(now.hosts.host_of)
     assert exchange_of(new) == now
-    kept = [
-        {k: v for k, v in json.loads(each.to_json()).items() if k in ("tensors", "forward_ns")} for each in (old, new)
-    ]
-    assert kept[0] == kept[1]
+    assert (new.tensors, new.forward_ns) == (old.tensors, old.forward_ns)
     back = for_workers(new, before)
     assert back.link.all_reduce.cost_ns(1 << 22) == pytest.approx(old.link.all_reduce.cost_ns(1 << 22), rel=0.05)
 
@@ -80,6 +75,4 @@ def test_what_the_profile_says_nothing_about(before, now, words):
 
 
 def test_a_profile_that_does_not_say_its_hosts():
-    profile = json.loads(profile_of(on(2)).to_json())
-    del profile["exchange"]
-    assert "on which hosts" in why_not(Profile.from_json(json.dumps(profile)), on(3))
+    assert "on which hosts" in why_not(profile_of(on(2)).replace(extra={}), on(3))

@@ -114,5 +114,5 @@ def test_what_does_not_go_together_is_refused(refused, table):
     command = ["simulate", "resnet50", "--bandwidth", "10gbit", "--workers", "8"]
     refused([*command, "--step-times", table], "need each other")
     refused([*command, "--flops", "4G"], "need each other")
-    refused([*command, "--step-times", table, "--flops", "4G", "--scale", "2"], "leave out --scale")
+    refused([*command, "--step-times", table, "--flops", "4G", "--scale", "2"], "omit --scale")
     refused([*command, "--step-times", table, "--flops", "40G"], "cannot be predicted")

@@ -20,7 +20,7 @@ constexpr size_t kUsualCount = 16;
 constexpr double kChangeShare = 0.10;
 constexpr double kChangeScatters = 5;
 constexpr double kStepShare = 0.02;
-// What was measured for the plan, and what its first iterations show, come from different moments of the loop.
+// The measurements for the plan and those of its first iterations come from different moments of the loop.
 constexpr double kExpectationShare = 0.30;
 
 // Baseline iterations are tried in fours: once when the usual values are known, then ever more rarely, at most four of
@@ -89,7 +89,7 @@ class Signal {
     return std::all_of(recent_.begin(), recent_.end(), above) || std::all_of(recent_.begin(), recent_.end(), below);
   }
 
-  // Whether neither what is usual nor the last ones are near what was expected.
+  // True if both the usual value and the last ones differ from the expected one.
   bool differs_from(double expected, double least) const {
     const double threshold = std::max(least, kExpectationShare * expected);
     const auto differs = [&](double value) { return std::abs(value - expected) > threshold; };
@@ -124,7 +124,7 @@ class Trials {
   // Instead, after an iteration of which nothing is known.
   bool skip(bool on_baseline) { return on_baseline && has_come(); }
 
-  // Whether the next iteration is a baseline one. Call it once per iteration.
+  // True if the next iteration is a baseline one. Call it once per iteration.
   bool next_is_baseline() {
     if (to_schedule_ == 0 && awaited_ == 0 && iterations_ >= next_trial_) {
       if (begins_anew_) {
@@ -180,7 +180,7 @@ class Trials {
   int64_t next_trial_ = kFirstTrial;
   int64_t interval_ = kTrialInterval;
   int32_t to_schedule_ = 0;
-  int32_t awaited_ = 0;  // baseline iterations that were asked for and not heard of yet
+  int32_t awaited_ = 0;  // baseline iterations that were requested and not reported yet
   bool begins_anew_ = false;
   std::deque<double> plan_ns_;
   std::vector<double> baseline_ns_;

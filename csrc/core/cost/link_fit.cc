@@ -52,7 +52,7 @@ LinkLine robust_line(std::span<const FitPoint> points) {
     for (size_t j = i + 1; j < points.size(); ++j) {
       const double distance_bytes = points[j].size_bytes - points[i].size_bytes;
       const double slope = (points[j].time_ns - points[i].time_ns) / distance_bytes;
-      // Times have relative errors, so a pair shows its slope the better the farther its sizes are apart and the
+      // Times have relative errors, so a pair shows its slope the better the farther its sizes differ and the
       // smaller its times. Of 500 lines with alpha 10 ms, 5 % noise and every fifth time an outlier, the worst beta is
       // 9 % off with these weights and 54 % off without.
       const double precision = distance_bytes / (points[i].time_ns + points[j].time_ns);
@@ -122,7 +122,7 @@ constexpr double kErrorMax = 2;
 // twentieth; as three, at most 4 % and 0.5 %.
 constexpr double kParametersPerPiece = 2 + 3;
 
-// How far a point lies from the line through its two neighbours, relative to what the three times could add up to.
+// The distance of a point from the line through its two neighbours, relative to the norm of the three times.
 double roughness(const FitPoint& left, const FitPoint& point, const FitPoint& right) {
   const double share = (point.size_bytes - left.size_bytes) / (right.size_bytes - left.size_bytes);
   const double left_ns = (1 - share) * left.time_ns;
@@ -131,7 +131,7 @@ double roughness(const FitPoint& left, const FitPoint& point, const FitPoint& ri
   return std::abs(left_ns + right_ns - point.time_ns) / norm_ns;
 }
 
-// The relative error that noise alone explains, whatever the pieces are. Each outlier touches three neighbourhoods,
+// The relative error that noise alone explains, for any pieces. Each outlier touches three neighbourhoods,
 // half of all if every fifth point is one, so the lower third is what is left to look at; three times its end is 1.3
 // standard deviations of normal noise.
 double noise_of(std::span<const FitPoint> points) {
@@ -341,7 +341,7 @@ int64_t breakpoint_bytes(std::span<const FitPoint> points, size_t first_right, c
                          const LinkLine& right) {
   const double crossing_bytes =
       (right.alpha_ns - left.alpha_ns) / (left.beta_ns_per_byte - right.beta_ns_per_byte);  // NaN where parallel
-  // Grouped sizes may lie between bytes; whole ones keep the ends of pieces apart.
+  // Grouped sizes may lie between bytes; whole ones keep the ends of pieces different.
   const bool close = crossing_bytes > std::ceil(points[first_right - 2].size_bytes) &&
                      crossing_bytes < std::floor(points[first_right + 1].size_bytes);
   return static_cast<int64_t>(close ? crossing_bytes : points[first_right - 1].size_bytes);
@@ -355,7 +355,7 @@ void append_monotone(OpCost& cost, const LinkLine& line, int64_t up_to_bytes) {
     GC_CHECK(up_to_bytes > begin_bytes);
     const double level_ns = cost.cost_ns(begin_bytes);
     const OpCost above = linear_cost(line);
-    // As in check_link: a fall of a rounding is none.
+    // A fall of a rounding is none, as in check_link.
     if (above.cost_ns(begin_bytes + 1) < level_ns * (1 - 1e-12)) {
       const int64_t reached_bytes = above.capacity_bytes(level_ns);
       const bool always = reached_bytes >= std::min(up_to_bytes, kBytesMax);

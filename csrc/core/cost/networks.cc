@@ -50,7 +50,7 @@ LinkModel of_halves(double half_alpha_ns, double half_beta_ns_per_byte) {
   return link;
 }
 
-// What the papers and programs give: alpha in seconds, beta in seconds per byte.
+// The numbers of papers and programs: alpha in seconds, beta in seconds per byte.
 struct Published {
   const char* name;
   int32_t world_size;

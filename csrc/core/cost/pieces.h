@@ -1,4 +1,4 @@
-// What policies and the planner build plans from: pieces of tensors, the blocks that carry them, and the fastest of
+// Building blocks of plans: pieces of tensors, the blocks that carry them, and the fastest of
 // several plans.
 //
 // Thread safety: pure; any thread.

@@ -130,7 +130,7 @@ class Fields {
   // "version" must be 1.
   void expect_version_1();
 
-  // The fields that nobody asked for, as the text of a JSON object; "" if there are none.
+  // The unknown fields, as the text of a JSON object; "" if there are none.
   std::string rest() const;
 
   [[noreturn]] void refuse(const std::string& key, const std::string& message) const;
@@ -211,7 +211,7 @@ int64_t Fields::integer(const std::string& key, int64_t min, int64_t max, std::o
   if (value != std::floor(value)) {
     refuse(key, "is " + number_text(value) + "; a whole number is expected");
   }
-  // As a double 2^53 + 1 passes for 2^53.
+  // 2^53 + 1 as a double is 2^53.
   if (json.is_number_unsigned() && json.get<uint64_t>() > static_cast<uint64_t>(max)) {
     refuse(key, "is " + shown(json) + "; it must be at most " + std::to_string(max));
   }

@@ -67,7 +67,7 @@ int64_t check_disjoint(std::vector<Carried>& carried, int32_t buffer, const char
   return total_bytes;
 }
 
-// First byte of [0, bytes) that the sorted, disjoint ranges leave out.
+// First byte of [0, bytes) that the sorted, disjoint ranges omit.
 int64_t first_gap_bytes(const std::vector<Carried>& carried) {
   int64_t end_bytes = 0;
   for (const Carried& piece : carried) {

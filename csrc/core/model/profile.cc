@@ -34,7 +34,7 @@ void check_tensor(const Profile& profile, size_t index) {
   const auto field = [&](const char* name) { return "tensors[" + std::to_string(index) + "]." + name; };
   if (tensor.bytes < 1 || tensor.bytes > kBytesMax) {
     refuse(field("bytes") + " is " + std::to_string(tensor.bytes) +
-           "; it must lie between 1 and 2^53 (a layer without parameters is not a tensor: leave it out)");
+           "; it must lie between 1 and 2^53 (a layer without parameters is not a tensor: omit it)");
   }
   if (tensor.element_bytes < 1 || tensor.bytes % tensor.element_bytes != 0) {
     refuse(field("element_bytes") + " is " + std::to_string(tensor.element_bytes) +

@@ -44,7 +44,7 @@ std::string_view to_string(ErrorCode code) {
 }
 
 void detail::check_failed(const char* condition, const char* file, int line) {
-  // The build's folder is nobody's business: the last part of the path names the source well enough.
+  // The last part of the path names the source; the build's folder would add nothing.
   const std::string_view path = file;
   const std::string name(path.substr(path.find_last_of('/') + 1));
   throw Error(ErrorCode::kInternal, "a defect of gradcast, please report it: " + std::string(condition) +

@@ -99,7 +99,7 @@ class Beam {
            problem_.ready_ns[tensor] <= choice.now_ns;
   }
 
-  // The most urgent first is best, unless joining bytes that lie apart costs a copy: then any tensor may begin a block.
+  // The most urgent first is best, unless packing separate ranges costs a copy: then any tensor may begin a block.
   std::vector<int32_t> first_tensors(const State& state, int32_t buffer, double now_ns) const {
     std::vector<int32_t> firsts = {0};
     if (problem_.link.pack_ns_per_byte > 0) {
@@ -193,7 +193,7 @@ class Beam {
     return left_bytes == 0;
   }
 
-  // How late the bytes that are left would be if preemption were free and one alpha paid: positive means that no plan
+  // Lateness of the remaining bytes with free preemption and one alpha: positive means that no plan
   // from here meets every deadline.
   double lateness_of_rest_ns(const State& state) const {
     Left left_bytes = state.left_bytes;

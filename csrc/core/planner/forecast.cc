@@ -17,7 +17,7 @@ namespace {
 // The value of an exact plan may be above T* by this much: far below what anybody can measure, and enough that a block
 // is not spent on rounding.
 constexpr double kExactTolerance = 1e-7;
-// What cutting at whole elements may cost an exact plan.
+// Allowed loss of an exact plan by cuts at whole elements.
 constexpr double kElementTolerance = 8e-7;
 
 // The fewest blocks within the tolerance of `optimum_ns`, and with that many the best plan. REQUIRES: a linear cost.
@@ -112,7 +112,7 @@ std::vector<Block> whole_tensor_blocks(const Problem& problem) {
   return blocks;
 }
 
-// What DDP's buckets can express: whole tensors in the order of readiness.
+// The plans that DDP's buckets can express: whole tensors in the order of readiness.
 Candidate whole_tensor_plan(const Problem& problem) {
   Fastest fastest(problem);
   fastest.consider(whole_tensor_blocks(problem));

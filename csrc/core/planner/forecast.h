@@ -22,7 +22,7 @@ struct ForecastOptions {
   // Plans for alpha and beta times 1 - uncertainty, 1 and 1 + uncertainty each, and takes of these nine plans the one
   // whose worst ratio to the nine is smallest.
   double uncertainty = 0;
-  // How long to search where the plan is not exact: 1 is about 40 ms for 1,000 tensors; 0 neither searches nor tries
+  // Length of the search where the plan is not exact: 1 is about 40 ms for 1,000 tensors; 0 neither searches nor tries
   // the other policies. A count of steps, not a clock, so that a plan is a function of its profile.
   double effort = 1;
   // Hook mode only: a plan of whole tensors in ready order, which stock DDP can follow by its bucket sizes. The best

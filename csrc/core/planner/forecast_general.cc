@@ -23,7 +23,7 @@ constexpr double kGoodEnough = 1.0002;
 // search.
 constexpr double kBeamWidth = 64;
 
-// What zigzag is told about the link, where the truth is not one line and one block at a time.
+// Approximates a piecewise link, or several blocks in flight, by one line for zigzag.
 struct Assumption {
   OpCost cost;
   double block_bytes_max;  // larger blocks are cut into pieces of this size

@@ -136,7 +136,7 @@ void WindowFiller::send(const SendWindow& send_window, std::vector<Block>* block
     if (static_cast<double>(take_bytes) > room_bytes) {
       take_bytes = static_cast<int64_t>(room_bytes / element_bytes) * problem_.buffers[buffer].element_bytes;
     }
-    // What is left of a tensor is always its tail: pieces are taken from the front.
+    // The rest of a tensor is always its tail: pieces are taken from the front.
     const int64_t from_bytes = problem_.bytes[tensor] - left_bytes_[tensor];
     packed = packed || (!pieces_.empty() && end_bytes != problem_.offset_bytes[tensor] + from_bytes);
     end_bytes = problem_.offset_bytes[tensor] + from_bytes + take_bytes;
@@ -151,7 +151,7 @@ void WindowFiller::send(const SendWindow& send_window, std::vector<Block>* block
     std::pop_heap(heap.begin(), heap.end(), std::greater<>());
     heap.pop_back();
   }
-  // As in play: the block starts when its content is ready, which may be before the send_window that it was chosen for.
+  // Like play: the block starts when its content is ready, which may be before the send_window that it was chosen for.
   const double finish_ns = link_.launch(ready_ns, size_bytes, Op::kAllReduce, packed);
   launches_ns_.push_back(link_.launch_ns());
   for (const Piece& piece : pieces_) {

@@ -1,7 +1,7 @@
 // The window filler turns a list of send windows into a plan: each block carries the most urgent bytes that are ready.
 //
-// Once the starts and sizes of blocks are fixed, "most urgent first" is the best content, whatever the windows of the
-// tensors are. So a search only has to find starts and sizes, a short list of numbers.
+// Once the starts and sizes of blocks are fixed, "most urgent first" is the best content for any windows of the
+// tensors. So a search only has to find starts and sizes, a short list of numbers.
 //
 // Source: docs/internals/planner.md, "General windows". Thread safety: pure; any thread.
 #pragma once
@@ -32,7 +32,7 @@ std::vector<SendWindow> send_windows_of(const std::vector<TimeSlot>& slots, doub
 // The send windows that reproduce when each block of a plan starts and how much it carries.
 std::vector<SendWindow> send_windows_of(const Problem& problem, const std::vector<Block>& blocks);
 
-// Fills send windows. Bytes that no window takes travel at the end, in blocks of the size that costs least per byte.
+// Fills send windows. Bytes that no window takes are sent at the end, in blocks of the size that costs least per byte.
 // One filler serves many calls, so that a search allocates nothing.
 class WindowFiller {
  public:

@@ -42,7 +42,7 @@ struct TimeSlot {
   double hi_bytes = 0;
 };
 
-// Whether some sequence of moves reaches `iteration_ns`. Monotone in it for a linear cost. For a bent one it need not
+// True if some sequence of moves reaches `iteration_ns`. Monotone in it for a linear cost. For a bent one it need not
 // be: where the interval is longer, one block may replace two that cost less.
 bool reachable(const Chain& chain, double iteration_ns);
 
@@ -52,7 +52,7 @@ std::optional<std::vector<TimeSlot>> zigzag(const Chain& chain, double iteration
 
 struct Bracket {
   double refused = 0;   // the test says no here
-  double accepted = 0;  // and yes here; relatively 1e-10 apart
+  double accepted = 0;  // and yes here; relatively 1e-10 above
 };
 // Bisection for the smallest value that a monotone test accepts. REQUIRES: accepts(high). `low` is taken as refused.
 template <typename Accepts>

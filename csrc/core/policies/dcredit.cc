@@ -10,8 +10,8 @@
 // The rules of the code: a slot too short for the start-up cost still sends one unit; otherwise the number of units is
 // rounded up, so a slot may be overrun by less than one unit, and the next slot is shorter by that.
 //
-// Choices: the units of one slot travel as one operation (per buffer), since the rule counts one start-up per slot; a
-// cost that is piecewise is inverted as it is. The model has one operation at a time, whatever in_flight is. The size
+// Choices: the units of one slot are one operation (per buffer), since the rule counts one start-up per slot; a
+// cost that is piecewise is inverted as it is. The model has one operation at a time, for any in_flight. The size
 // of a unit is ByteScheduler's partition, which the authors tune; the default 0 takes the best of kUnitsBytes.
 #include <algorithm>
 #include <string>

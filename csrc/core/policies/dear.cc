@@ -81,7 +81,7 @@ std::vector<Block> blocks_of(const std::vector<Group>& groups, const std::string
   return blocks;
 }
 
-// What play says of blocks_of(groups), without walking the tensors: of a group only the first read matters.
+// The time by play of blocks_of(groups), without walking the tensors: of a group only the first read matters.
 double groups_iteration_ns(const Problem& problem, const std::vector<Group>& groups) {
   VirtualLink link(problem);
   std::vector<double> scattered_ns(groups.size());

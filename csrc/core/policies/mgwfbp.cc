@@ -1,4 +1,4 @@
-// mgwfbp: merged-gradient wait-free backpropagation: neighbours in ready order travel together where that saves time.
+// mgwfbp: merged-gradient wait-free backpropagation: neighbours in ready order are merged where that saves time.
 //
 // Walking through the gradients in ready order, the group that is being formed takes the next gradient in when the
 // link would still be busy with the group by then, and either the group could not have started by then (waiting is
@@ -9,7 +9,7 @@
 //
 // Choices: a "layer" of the paper is one tensor, as in its code. A group may span buffers and is then one operation
 // per buffer; its cost is the sum. Where the link is piecewise, the start-up cost is that of the group's size. The
-// paper's model has one operation at a time, whatever in_flight is.
+// paper's model has one operation at a time, for any in_flight.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -38,7 +38,7 @@ class Group {
   }
 
   double cost_ns() const { return cost_ns_; }
-  // What a further tensor saves by not being an operation of its own.
+  // The saving of a further tensor that is no operation of its own.
   double alpha_ns() const { return alpha_ns_; }
 
   void close(std::vector<Block>& blocks) {

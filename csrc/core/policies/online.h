@@ -1,4 +1,4 @@
-// What the policies of the literature share: the queue of what is ready, the sizes that their tuners try, and limits on
+// Shared parts of the literature's policies: the queue of ready tensors, the sizes that their tuners try, and limits on
 // how finely they cut.
 //
 // A policy that its paper describes as a running scheduler is played over the profile: at each instant it sees the
@@ -32,7 +32,7 @@ class ReadyQueue {
   double next_ready_ns() const;
   bool finished() const { return empty() && admitted_count_ == arrivals_.size(); }
 
-  // What is left of the tensor on top. REQUIRES: !empty().
+  // The rest of the tensor on top. REQUIRES: !empty().
   Piece top() const;
   // Sends the first `size_bytes` of top(), or all of it where it has no more.
   Piece take(int64_t size_bytes);
@@ -53,12 +53,12 @@ class ReadyQueue {
 
 // ByteScheduler's untuned partition, its relatives, and one fine enough for the fastest gaps.
 inline constexpr int64_t kUnitsBytes[] = {16'000'000, 4'000'000, 1'000'000, 250'000};
-// What a tuner tries: the given size, or, where that is 0, all of `tuned_bytes`.
+// The sizes that a tuner tries: the given one or, where that is 0, all of `tuned_bytes`.
 std::vector<int64_t> sizes_to_try(int64_t given_bytes, std::span<const int64_t> tuned_bytes);
 
 // The unit of `unit_bytes` in whole elements of a tensor: rounded down, at least one element.
 int64_t whole_elements_bytes(const Problem& problem, int32_t tensor, int64_t unit_bytes);
-// How many units of at most `unit_bytes` the tensors make, each tensor cut on its own.
+// The number of units of at most `unit_bytes`, each tensor cut on its own.
 double unit_count(const Problem& problem, int64_t unit_bytes);
 
 // The iteration time of a plan that sends each piece as an all-reduce of its own: iteration_ns() of problem.h without

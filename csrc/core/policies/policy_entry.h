@@ -1,5 +1,5 @@
-// How a policy enters the registry: its description, its function, and its parameters, each with its name for users, its
-// range, and the field of the policy's options that it sets. The options give the defaults, the field's type the kind.
+// An entry of the registry of policies: description, function, and parameters, each with its name for users, its range,
+// and the field of the policy's options that it sets. The options give the defaults, the field's type the kind.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -75,7 +75,7 @@ PolicyEntry policy_entry(PolicyInfo info, std::vector<Block> (*policy)(const Pro
       const auto found = std::ranges::find(parameters, name, [](const auto& parameter) { return parameter.info.name; });
       if (found == parameters.end()) {
         throw Error(ErrorCode::kInvalidOption, "policy " + info.name + " has no parameter \"" + name + "\"; " +
-                                                   (parameters.empty() ? "it has none at all, leave it out"
+                                                   (parameters.empty() ? "it has none at all, omit it"
                                                                        : "it has " + joined_names(info.parameters)));
       }
       if (!(value >= found->min && value <= found->max) || (found->whole && value != std::floor(value))) {

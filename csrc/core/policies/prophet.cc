@@ -1,4 +1,4 @@
-// prophet: gradients become ready in bursts, so the bytes that fit into the gap before the next burst travel as one
+// prophet: gradients become ready in bursts, so the bytes that fit into the gap before the next burst are sent as one
 // block.
 //
 // During backward, when a burst is complete, the most urgent bytes of everything that waits are sent, as many as the
@@ -16,14 +16,14 @@
 // Choices, each in favour of the paper:
 // * The gap of the budget runs from one complete burst to the next complete burst. With the paper's bursts, which take
 //   no time, that is the gap between them; where a burst takes time, the link would idle through it otherwise.
-// * What fits travels as one fused operation (per buffer), as the paper says; its code pushes partitions one by one,
+// * The bytes that fit are one fused operation (per buffer), as the paper says; its code pushes partitions one by one,
 //   which a parameter server pipelines and an all-reduce pays for.
 // * After the last burst everything is ready, so a credit cannot change the order any more. What it does for the paper
 //   is to keep many small messages in flight at once: here consecutive partitions that fit into `credit_bytes` share
 //   one operation. The paper sets the credit by hand; the default 0 takes the best of kCreditsBytes.
 // * A profile without a burst boundary (all gaps alike) would send nothing before backward ends; there every ready
 //   instant counts as a burst.
-// * The code's stalls, its constants for one model and its rounding of the batch size are left out.
+// * The code's stalls, its constants for one model and its rounding of the batch size are omitted.
 #include <algorithm>
 #include <iterator>
 #include <limits>

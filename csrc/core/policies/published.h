@@ -23,7 +23,7 @@ struct P3Options {
   int64_t slice_elements = 40'000;
 };
 std::vector<Block> p3(const Problem& problem, const P3Options& options);
-// How many slices that makes.
+// The number of slices.
 double slice_count(const Problem& problem, int64_t slice_elements);
 
 struct ByteschedulerOptions {

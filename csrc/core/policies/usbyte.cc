@@ -12,7 +12,7 @@
 // Choices: where a block grows, its size is what fits between its own start and the next ready time, with one start-up
 // cost (the code counts the units before the last growth only once). The search compares predicted iteration times
 // with this library's rules. It makes at most as many trials as play two million tensors in all: profiles above 1,400
-// tensors with many interruptions get a part of it. The model has one operation at a time, whatever in_flight is. The
+// tensors with many interruptions get a part of it. The model has one operation at a time, for any in_flight. The
 // unit is ByteScheduler's tuned partition in the paper; the default 0 takes the best of kUnitsBytes,
 // before the search.
 #include <algorithm>

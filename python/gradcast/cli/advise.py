@@ -52,7 +52,6 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     sample = sample_path().replace("%", "%%")  # argparse fills in % marks
     prices = f"file with machines and prices (default: a bundled, outdated sample, {sample})"
     common.option(group, "--prices", "FILE", prices, common.not_empty)
-    common.renamed(group, cost="--budget")
 
 
 def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +66,6 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     runs = "number of simulated trainings for each spot cluster"
     common.option(group, "--runs", "N", runs, common.whole_number(10, 1_000_000), str(Request.run_count))
     common.option(group, "--seed", "N", "seed of the simulations", common.whole_number(0, 2**63), "1")
-    common.renamed(group, spread="--uncertainty")
 
 
 def _money(text: str) -> float:
@@ -102,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
 def _worker_steps(args: argparse.Namespace, worker_count: int) -> float:
     if args.steps is not None:
         if others := given(args, "samples", "epochs", "batch"):
-            raise Error(f"--steps gives the length of the training; leave out {others[0]}")
+            raise Error(f"--steps gives the length of the training; omit {others[0]}")
         return float(args.steps) * worker_count
     if args.samples is None:
         raise Error(
@@ -130,7 +128,7 @@ def _print(args: argparse.Namespace, prices: Prices, found: Advice) -> None:
         print(f"The other {other_count} clusters are slower or more expensive than one of these (--all lists them).")
     for reason in dict.fromkeys(found.skipped.values()):
         clusters = ", ".join(cluster for cluster, why in found.skipped.items() if why == reason)
-        print(f"Left out, because {reason}: {clusters}.")
+        print(f"Omitted, because {reason}: {clusters}.")
     if any(row.spot for row in shown):
         print("Spot: hours are the mean over simulated revocations; a limit is kept in nine of ten simulations.")
     for sentence in _answers(args, prices, found):

@@ -81,7 +81,7 @@ def factor(low: float, high: float) -> Callable[[str], float]:
 
 
 def not_empty(text: str) -> str:
-    """A name, of a file for one. An empty one is a slip, often of a shell's variable that is not set."""
+    """Refuses an empty name, which often comes from an unset shell variable."""
     if not text:
         raise argparse.ArgumentTypeError("the name is empty")
     return text
@@ -129,18 +129,6 @@ def option(
     parser.add_argument(*name.split(", "), metavar=metavar, help=help_ + shown, type=type_, default=default, **more)
 
 
-class _Renamed(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        raise Error(f"`{parser.prog}` has no {self.option_strings[0]} any more; write {self.const}")
-
-
-def renamed(parser: Any, **successors: str) -> None:
-    """``renamed(parser, rate="--bandwidth 1gbit")``: --rate is answered with its successor, and not listed."""
-    for name, successor in successors.items():
-        old = f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
-        parser.add_argument(old, action=_Renamed, nargs="?", const=successor, dest="renamed", help=argparse.SUPPRESS)
-
-
 def add_profile_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     parser.add_argument(
         "profiles" if several else "profile",
@@ -176,14 +164,14 @@ def add_json_option(parser: argparse._ActionsContainer, help_: str = "print JSON
 
 
 def profiles_from(args: argparse.Namespace) -> list[_core.Profile]:
-    """Also sets ``args.step_time``: what is known of a predicted step, for JSON, or None."""
+    """Returns the profiles. Sets ``args.step_time``: the facts of a predicted step for JSON, or None."""
     args.step_time = None
     if (args.step_times is None) != (args.flops is None):
-        raise Error("--step-times and --flops need each other; give both, or leave both out")
+        raise Error("--step-times and --flops need each other; give both, or omit both")
     if args.step_times is None:
         return [load_profile(name, args.scale) for name in args.profiles]
     if args.scale != 1:
-        raise Error("--step-times says how long a step takes; leave out --scale")
+        raise Error("--step-times says how long a step takes; omit --scale")
     profiles = [load_profile(name) for name in args.profiles]
     if compute_ns(profiles[0]) == 0:
         raise Error(f"the profile {profiles[0].name} has no compute that --step-times could stretch")
@@ -199,12 +187,12 @@ def profiles_from(args: argparse.Namespace) -> list[_core.Profile]:
 
 
 def print_step_time(args: argparse.Namespace) -> None:
-    """What a predicted step rests on; nothing if it is not predicted."""
+    """Prints the basis of a predicted step; nothing for a measured one."""
     if args.step_time is not None:
         known = args.step_time
         print(
-            f"compute is predicted from {known['models']} other models: {known['step_ms']:.1f} ms. Each of these, left "
-            f"out and predicted from the others, is off by {known['mean_error']:.1%} in the mean, "
+            f"compute is predicted from {known['models']} other models: {known['step_ms']:.1f} ms. Each of these, when "
+            f"predicted from the others, is off by {known['mean_error']:.1%} in the mean, "
             f"{known['worst_error']:.1%} at most"
         )
 

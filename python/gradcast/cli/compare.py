@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
         "compare",
         "compare two runs of gradcast doctor",
         "Shows the step, its parts, its lower bound and the predicted gains of both runs, and whether their 95 % "
-        "intervals lie apart.",
+        "intervals overlap.",
         _EXAMPLE,
     )
     parser.add_argument("a", metavar="A", help="a run: its folder, or its doctor.json")

@@ -24,7 +24,6 @@ def add_parser(commands: Any) -> None:
     common.option(
         parser, "--duration", "TIME", "time for the doctor's own steps, approximately", common.DURATION, "60s"
     )
-    common.renamed(parser, seconds="--duration 60s")
     parser.add_argument("--no-network", action="store_true", help="do not check the network")
     parser.add_argument(
         "--no-trial", action="store_true", help="do not try gradcast; nothing that needs a profile is predicted then"

@@ -1,4 +1,4 @@
-"""``gradcast info``: what this installation consists of, and why parts are missing."""
+"""``gradcast info``: the parts of this installation, and why parts are missing."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
 """The command line: ``gradcast COMMAND``. Each command is a module of ``gradcast.cli``.
 
-Whatever goes wrong ends with one sentence on stderr; ``GRADCAST_DEBUG=1`` shows the traceback of a defect.
+Every failure ends with one sentence on stderr; ``GRADCAST_DEBUG=1`` shows the traceback of a defect.
 """
 
 import argparse
@@ -23,13 +23,6 @@ EXIT_INTERRUPTED = 130  # as shells report SIGINT
 # By the code of an Error. All others are about what the user has written.
 _EXIT_CODES = {"environment": EXIT_ENVIRONMENT, "communication": EXIT_ENVIRONMENT, "internal": EXIT_DEFECT}
 
-# Names of the last release, answered for one release (and see common.renamed).
-_RENAMED = {
-    "sweep": "gradcast simulate PROFILE --bandwidth 1gbit,10gbit --workers 2,8",
-    "scaling": "gradcast simulate PROFILE --scaling",
-    "networks": "gradcast dev published-networks",
-    **{name: f"gradcast dev {name}" for name in ("plan", "plot", "profile", "policies", "link", "lab")},
-}
 _LONG_OPTION = re.compile(r"--[a-z-]+")
 _NEGATIVE = re.compile(r"-\.?\d")
 
@@ -100,8 +93,6 @@ def _run(arguments: Sequence[str], output: contextlib.ExitStack) -> int:
     try:
         if sys.stdout is None:
             raise Error("cannot write to the standard output: it is closed", "environment")
-        if arguments and arguments[0] in _RENAMED:
-            raise Error(f"`gradcast {arguments[0]}` is now `{_RENAMED[arguments[0]]}`")
         args = build_parser().parse_args(_negative_values_joined(arguments))
         if args.command == "doctor":
             output.close()

@@ -1,4 +1,4 @@
-"""``torchrun ... -m gradcast network``: what the network between the workers can do, before anything is trained."""
+"""``torchrun ... -m gradcast network``: measures the network between the workers, before a training."""
 
 import argparse
 import datetime
@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
     )
     duration = "approximate duration, 2s to 10min; somewhat longer on slow links or with more than 8 hosts"
     common.option(parser, "--duration", "TIME", duration, common.DURATION, "10s")
-    common.renamed(parser, seconds="--duration 10s")
     common.add_json_option(parser)
     parser.set_defaults(run=run)
 

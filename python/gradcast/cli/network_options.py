@@ -13,7 +13,6 @@ from gradcast.cli.common import (
     list_of,
     not_empty,
     option,
-    renamed,
     whole_number,
 )
 from gradcast.comparison.measured_exchange import exchange_of
@@ -71,7 +70,6 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--intra-latency", "TIME", inside, TIME)
     wire = "send fp32 gradients as 16- or 8-bit numbers, as gradcast.Options(wire=...) does: fewer bytes leave a host"
     option(group, "--wire", None, wire, choices=NARROW_WIRES)
-    renamed(group, topology="--algorithm", workers_per_node="--ranks-per-host")
 
 
 def _algorithm(text: str) -> str:
@@ -136,7 +134,7 @@ def worker_counts(args: argparse.Namespace) -> list[int]:
     if args.hosts is None:
         return args.workers or []
     if args.workers is not None:
-        raise Error("--hosts times --ranks-per-host is the number of workers; leave out --workers")
+        raise Error("--hosts times --ranks-per-host is the number of workers; omit --workers")
     counts = [count * (args.ranks_per_host or 1) for count in args.hosts]
     if max(counts) > WORKERS_MAX:
         raise Error(f"{max(counts)} workers are too many; {WORKERS_MAX} are the most")
@@ -175,13 +173,13 @@ def _narrowed(
 
 
 def _without_bandwidth(args: argparse.Namespace, option_: str) -> str:
-    """What to do about an option of derived networks that was given without --bandwidth."""
+    """Explains an option of derived networks that was given without --bandwidth."""
     if not (sources := given(args, "network", "link")):
         return f"{option_} needs --bandwidth"
     known = [named.name for named in _core.networks()]
     meant = [f"{name}-{count}" for name in args.network or [] for count in args.workers or []]
     names = ",".join(name for name in meant if name in known)
-    return f"{sources[0]} has its own costs; leave out {option_}" + (f" and write --network {names}" if names else "")
+    return f"{sources[0]} has its own costs; omit {option_}" + (f" and write --network {names}" if names else "")
 
 
 def _published(names: list[str]) -> list[_core.NamedNetwork]:
@@ -203,7 +201,7 @@ def _own(args: argparse.Namespace, profile: _core.Profile) -> Network:
     if exchange is None:
         return _narrowed(args, Network(profile.link, "the profile's own link"), profile.world_size)
     if args.wire is not None and exchange.wire != "fp32":
-        raise Error(f"the profile's link was measured with {exchange.wire} on the wire; leave out --wire")
+        raise Error(f"the profile's link was measured with {exchange.wire} on the wire; omit --wire")
     network = Network(profile.link, f"the profile's own link, measured on {exchange.describe()}")
     if given(args, *_HOSTS):
         return _narrowed(args, network, profile.world_size)
@@ -219,7 +217,7 @@ def _derived(args: argparse.Namespace, profile: _core.Profile) -> list[Network]:
     algorithms = args.algorithm or _compared(args)
     inside = given(args, "intra_bandwidth", "intra_latency")
     if inside and "hierarchical" not in algorithms:
-        raise Error(f"{inside[0]} only works with --algorithm hierarchical; leave it out for a {algorithms[0]}")
+        raise Error(f"{inside[0]} only works with --algorithm hierarchical; omit it for a {algorithms[0]}")
     points = itertools.product(
         dict.fromkeys(algorithms), sorted({*(counts or [profile.world_size])}), sorted({*args.bandwidth})
     )

@@ -79,7 +79,7 @@ def _picture(args: argparse.Namespace, results: dict[str, Any]) -> None:
         raise Error("the file of the picture is missing; give it, for instance with -o bench.png")
     if args.prometheus or args.hta or args.json:
         raise Error(
-            "--prometheus, --hta and --json only work with runs of gradcast doctor; leave them out for gradcast-bench"
+            "--prometheus, --hta and --json only work with runs of gradcast doctor; omit them for gradcast-bench"
         )
     common.check_picture(args.output)
     from gradcast.plots import draw_bench

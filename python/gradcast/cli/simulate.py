@@ -46,7 +46,6 @@ def add_parser(commands: Any) -> None:
     table = "also write a line per network and policy to this file (-: print them only)"
     common.option(group, "--csv", "FILE", table, common.not_empty)
     common.add_json_option(group)
-    common.renamed(parser, bandwidths="--bandwidth", policies="--policy", output="--csv or --plot", o="--csv or --plot")
     parser.set_defaults(run=run)
 
 
@@ -55,25 +54,24 @@ def run(args: argparse.Namespace) -> None:
         common.check_picture(args.plot)
     if args.csv not in (None, "-"):
         check_writable(args.csv, "table")
-    if args.powersgd is not None and (others := [*(["--scaling"] if args.scaling else []), *given(args, "wire")]):
-        raise Error(f"--powersgd does not work with {others[0]}; leave one of them out")
-    if args.sync_every is not None and args.scaling:
-        raise Error("--sync-every does not work with --scaling; leave one of them out")
+    on_one_network = given(args, "powersgd", "sync_every")
+    if on_one_network and args.scaling:
+        raise Error(f"{on_one_network[0]} does not work with --scaling; omit one of them")
+    if args.powersgd is not None and args.wire is not None:
+        raise Error("--powersgd does not work with --wire; omit one of them")
     if args.scaling:
         simulate_scaling.run(args)
         return
     if only := given(args, *simulate_scaling.OPTIONS):
-        raise Error(f"{only[0]} only works with --scaling; add that, or leave it out")
+        raise Error(f"{only[0]} only works with --scaling; add that, or omit it")
     if len(args.profiles) > 1:
         raise Error("several profiles only work with --scaling; give one")
     (profile,) = common.profiles_from(args)
     networks = networks_from(args, profile)
     names = args.policy or parse_policies("all")
     if len(networks) > 1:
-        if args.powersgd is not None:
-            raise Error("--powersgd is predicted on one network; give one")
-        if args.sync_every is not None:
-            raise Error("--sync-every is predicted on one network; give one")
+        if on_one_network:
+            raise Error(f"{on_one_network[0]} is predicted on one network; give one")
         simulate_networks.run(args, profile, networks, names)
         return
     comparison = compare(profile, networks[0].link, names, mode=args.mode, in_flight=args.in_flight)
@@ -141,7 +139,7 @@ def _print(
         if row.other_ops:
             print(_footnote(row, comparison))
     for name, reason in comparison.skipped.items():
-        print(f"{name} is left out: {reason}.")
+        print(f"{name} is omitted: {reason}.")
     print(verdict(comparison))
     if (low_rank := fields.get("powersgd")) is not None:
         gain = comparison.ddp.predicted_ns / 1e6 / low_rank["step_ms"]

@@ -54,9 +54,9 @@ def print_result(args: argparse.Namespace, fields: dict[str, Any]) -> bool:
 
 def _check_drawable(networks: list[Network]) -> None:
     if any(network.bandwidth_bits_per_s is None for network in networks):
-        raise Error("--plot of several networks draws the speed-up over the bandwidth; leave out --network and --link")
+        raise Error("--plot of several networks draws the speed-up over the bandwidth; omit --network and --link")
     if len({network.algorithm for network in networks}) > 1:
-        raise Error("--plot of several networks draws one algorithm; leave out the others")
+        raise Error("--plot of several networks draws one algorithm; omit the others")
 
 
 def _print(
@@ -72,7 +72,7 @@ def _print(
     if skipped or args.plot or args.csv:
         print()
     for name, reason in skipped.items():
-        print(f"{name} is left out on some networks: {reason}.")
+        print(f"{name} is omitted on some networks: {reason}.")
     print_paths(args)
 
 

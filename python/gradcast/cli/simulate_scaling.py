@@ -27,12 +27,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     common.add_uncertainty_options(group)
     common.option(group, "--intra-network", "NAME", "published network inside a node, for instance nvlink-v100")
-    common.renamed(group, algorithms="--algorithm", spread="--uncertainty")
 
 
 def run(args: argparse.Namespace) -> None:
     if ignored := given(args, "link", "wire", "csv"):
-        raise Error(f"{ignored[0]} does not work with --scaling; leave it out")
+        raise Error(f"{ignored[0]} does not work with --scaling; omit it")
     if len(args.policy or ["forecast"]) > 1:
         raise Error("--scaling predicts one policy, and DDP beside it; give one with --policy")
     profiles = common.profiles_from(args)
@@ -83,9 +82,9 @@ def _nodes(args: argparse.Namespace) -> Nodes | None:
             raise Error(f"{inside[0]} needs --ranks-per-host, for instance --ranks-per-host 8")
         return None
     if args.ranks_per_host < 2:
-        raise Error("--ranks-per-host 1 is what is assumed without it; leave it out")
+        raise Error("--ranks-per-host 1 is what is assumed without it; omit it")
     if args.intra_network and len(inside) > 1:
-        raise Error(f"--intra-network has its own costs; leave out {inside[1]}")
+        raise Error(f"--intra-network has its own costs; omit {inside[1]}")
     if args.intra_network:
         algorithm = args.measured_algorithm or Options.measured_algorithm
         return Nodes(args.ranks_per_host, published(args.intra_network, algorithm))

@@ -105,7 +105,7 @@ def _line(value: Any) -> _Line:
 
 
 def _observations(lines: Iterable[_Line]) -> Iterator[Observation]:
-    """Whoever writes the statistics twice in a step sees the same observation again."""
+    """Skips an observation that was written twice in one step."""
     seen = None
     for line in lines:
         if line.observed is None:

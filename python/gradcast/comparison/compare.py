@@ -13,7 +13,7 @@ _BOUND_TOLERANCE = 0.0005
 
 
 def has_other_ops(plan: _core.Plan) -> bool:
-    """Whether the plan sends reduce-scatters and all-gathers, to which the bound over all-reduces does not apply."""
+    """Returns True for a plan with reduce-scatters and all-gathers; the bound over all-reduces does not cover it."""
     return any(block.op != "all_reduce" for block in plan.blocks)
 
 
@@ -25,7 +25,7 @@ def ratio(time_ns: float, reference_ns: float) -> float:
 
 
 def same_bound(one_ns: float, other_ns: float) -> bool:
-    """Whether two bounds are too close to tell apart in a text."""
+    """Returns True if two bounds look equal in a text."""
     return abs(one_ns - other_ns) <= _BOUND_TOLERANCE * max(one_ns, other_ns)
 
 

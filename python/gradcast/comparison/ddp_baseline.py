@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from gradcast import _core
 from gradcast.comparison.measured_exchange import in_a_ring
-from gradcast.files import tensor_fields, with_fields
 
 # torch's Gloo backend runs two operations at a time.
 IN_FLIGHT = 2
@@ -25,8 +24,8 @@ def same_caps(cap_mib: float) -> tuple[int, int]:
 
 def as_ddp_sends(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core.Profile:
     """The measured profile with the parameters alone, without padding, and the link of a ring of all ranks."""
-    sent = [tensor for tensor in tensor_fields(profile) if tensor["name"] in size_bytes]
-    return with_fields(in_a_ring(profile), tensors=[each | {"bytes": size_bytes[each["name"]]} for each in sent])
+    sent = [tensor for tensor in profile.tensors if tensor.name in size_bytes]
+    return in_a_ring(profile).replace(tensors=[each.replace(bytes=size_bytes[each.name]) for each in sent])
 
 
 def plan(

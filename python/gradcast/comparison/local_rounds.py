@@ -1,4 +1,4 @@
-"""How long a step takes with local steps (``Options(local=...)``), which change the algorithm. Pure."""
+"""Predicted step with local steps (``Options(local=...)``), which change the algorithm. Pure."""
 
 import math
 
@@ -16,7 +16,7 @@ KNOWN = (
 
 
 def communication_ns(profile: _core.Profile, link: _core.LinkModel, every: int, *, is_streamed: bool = True) -> float:
-    """How long all fragments of a round travel, one after the other, in ns."""
+    """Returns the network time of all fragments of a round, one after the other."""
     sizes = [(tensor.bytes // tensor.element_bytes, tensor.element_bytes) for tensor in profile.tensors]
     schedule = make_schedule(sizes, every, None if is_streamed else 0)
     widths = [tensor.element_bytes for tensor in profile.tensors]

@@ -1,10 +1,8 @@
-"""How a profile's link was measured: on which hosts, in which form, and with which wire format. Pure."""
+"""The conditions under which a profile's link was measured: hosts, form and wire format. Pure."""
 
-import json
 from dataclasses import asdict, dataclass
 
 from gradcast import _core
-from gradcast.files import with_fields
 from gradcast.host_traffic import RING, TWO_LEVEL, Hosts, leaving_share
 
 
@@ -22,23 +20,22 @@ class MeasuredExchange:
 
 
 def with_exchange(profile: _core.Profile, exchange: MeasuredExchange) -> _core.Profile:
-    return with_fields(profile, exchange=asdict(exchange) | asdict(exchange.hosts))
+    return profile.replace(extra={**profile.extra, "exchange": asdict(exchange) | asdict(exchange.hosts)})
 
 
 def exchange_of(profile: _core.Profile) -> MeasuredExchange | None:
-    """None if the profile does not say it, or has no link."""
-    fields = json.loads(profile.to_json())
-    found = fields.get("exchange")
-    if found is None or "link" not in fields:
+    """Returns None if the profile does not record it, or has no link."""
+    found = profile.extra.get("exchange")
+    if found is None or profile.link is None:
         return None
     return MeasuredExchange(Hosts(tuple(found["host_of"])), found["form"], found["wire"])
 
 
 def in_a_ring(profile: _core.Profile) -> _core.Profile:
-    """The profile with the link that fp32 in a ring of all ranks would have measured, as DDP's is."""
+    """Returns the profile with the link of fp32 in a ring of all ranks, which DDP uses."""
     found = exchange_of(profile)
     if found is None or found.hosts.count == 1:
         return profile
     share = leaving_share(found.hosts, RING) / leaving_share(found.hosts, found.form, found.wire)
-    ring = with_fields(profile, link=json.loads(profile.link.scaled(1, share).to_json()))
+    ring = profile.replace(link=profile.link.scaled(1, share))
     return with_exchange(ring, MeasuredExchange(found.hosts, RING, "fp32"))

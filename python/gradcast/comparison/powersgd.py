@@ -1,20 +1,18 @@
-"""What torch's PowerSGD hook for DistributedDataParallel sends, and how long a step takes with it. Pure.
+"""Traffic and predicted step of torch's PowerSGD hook for DistributedDataParallel. Pure.
 
 The hook sends three all-reduces for each bucket, each after the one before: the gradients that it does not compress,
 and the factors P and Q of the others. Over Gloo several buckets mix up their messages, so a prediction is for a single
-bucket. It leaves out the time that the factors take to compute.
+bucket. It omits the time that the factors take to compute.
 
 Source: torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py; Vogels et al., "PowerSGD" (NeurIPS 2019).
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from gradcast import _core
 from gradcast.comparison.compare import compute_ns
 from gradcast.errors import Error
-from gradcast.files import tensor_fields, with_fields
 
 # The rank that the doctor tries, as the paper does for language models.
 USUAL_RANK = 4
@@ -23,19 +21,22 @@ MIN_COMPRESSION_RATE = 2.0
 
 
 def with_shapes(profile: _core.Profile, shapes: Mapping[str, Sequence[int]]) -> _core.Profile:
-    tensors = tensor_fields(profile)
-    for tensor in tensors:
-        if tensor["name"] in shapes:
-            tensor["shape"] = list(shapes[tensor["name"]])
-    return with_fields(profile, tensors=tensors)
+    return profile.replace(
+        tensors=[
+            tensor.replace(extra={**tensor.extra, "shape": list(shapes[tensor.name])})
+            if tensor.name in shapes
+            else tensor
+            for tensor in profile.tensors
+        ]
+    )
 
 
 def has_shapes(profile: _core.Profile) -> bool:
-    return any(tensor.get("shape") is not None for tensor in tensor_fields(profile))
+    return any(tensor.extra.get("shape") is not None for tensor in profile.tensors)
 
 
 def sent_elements(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
-    """The elements of a gradient that travel as they are, in P, and in Q."""
+    """Returns the elements of a gradient that are sent uncompressed, in P, and in Q."""
     count = math.prod(shape)
     if not shape or count == 0:
         return count, 0, 0
@@ -56,26 +57,26 @@ def step_ns(profile: _core.Profile, link: _core.LinkModel, rank: int) -> float:
     return compute_ns(profile) + sum(link.all_reduce.cost_ns(size) for size in sent_bytes(profile, rank))
 
 
-def _shape(tensor: Mapping[str, Any], element_bytes: int) -> list[int]:
+def _shape(tensor: _core.Tensor, element_bytes: int) -> list[int]:
     """The shape of a gradient; without one it counts as flat."""
-    shape = tensor.get("shape")
-    return [tensor["bytes"] // element_bytes] if shape is None else [int(size) for size in shape]
+    shape = tensor.extra.get("shape")
+    return [tensor.bytes // element_bytes] if shape is None else [int(size) for size in shape]
 
 
 def _sent(profile: _core.Profile, rank: int) -> Iterator[tuple[int, list[int]]]:
     if not has_shapes(profile):
         raise Error(
             f"the profile {profile.name} does not hold the shapes of parameters, on which PowerSGD depends; "
-            "measure it again, or leave out --powersgd"
+            "measure it again, or omit --powersgd"
         )
-    by_buffer: dict[int, list[dict]] = {}
-    for tensor in tensor_fields(profile):
-        if tensor["name"].startswith("gradcast."):  # sent with the gradients, by gradcast alone
+    by_buffer: dict[int, list[_core.Tensor]] = {}
+    for tensor in profile.tensors:
+        if tensor.name.startswith("gradcast."):  # sent with the gradients, by gradcast alone
             continue
-        by_buffer.setdefault(tensor["buffer"], []).append(tensor)
+        by_buffer.setdefault(tensor.buffer, []).append(tensor)
     for tensors in by_buffer.values():
         # Gradients that were measured with 8-bit numbers are counted in groups of fp32.
-        element_bytes = tensors[0]["element_bytes"] if tensors[0]["element_bytes"] <= 8 else 4
+        element_bytes = tensors[0].element_bytes if tensors[0].element_bytes <= 8 else 4
         shapes = [_shape(tensor, element_bytes) for tensor in tensors]
         sums = [sum(each) for each in zip(*(sent_elements(shape, rank) for shape in shapes), strict=True)]
         yield element_bytes, [max(1, elements) for elements in sums]

@@ -38,7 +38,7 @@ def _reached(comparison: Comparison) -> str:
 
 
 def _gain(comparison: Comparison) -> list[str]:
-    """How much of a DDP iteration the best possible schedule saves, and what would save more."""
+    """Sentences about the largest saving of any schedule over DDP, and about what saves more."""
     gain = 1 - ratio(comparison.bound.best_ns, comparison.ddp.predicted_ns)
     traffic_ratio = ratio(comparison.link_ns, comparison.compute_ns)
     if gain < NOTICEABLE_GAIN:
@@ -56,7 +56,7 @@ def _gain(comparison: Comparison) -> list[str]:
 
 
 def _overlap_mode(comparison: Comparison) -> list[str]:
-    """What overlap mode would gain over hook mode, if that is noticeable."""
+    """A sentence about the gain of overlap mode over hook mode, if it is noticeable."""
     overlap_ns = comparison.overlap_bound_ns
     if overlap_ns > (1 - NOTICEABLE_GAIN) * comparison.bound.best_ns:
         return []

@@ -25,7 +25,7 @@ def doctor(
     trial: bool = True,
     output: str = "gradcast-doctor",
 ) -> Iterator[Outcome]:
-    """Diagnoses the training loop inside, once: why is a step as slow as it is, and what would help?
+    """Diagnoses the training loop inside, once: explains the step time and predicts what helps.
 
     Every rank enters with its DistributedDataParallel module and all optimizers that update it. After 5 warm-up steps
     and ``steps`` ordinary steps, the ranks probe for about ``seconds``, try gradcast (``trial``) and check the network

@@ -251,7 +251,7 @@ def _describe(error: Exception) -> str:
 
 
 def _costly_options(ddp: DistributedDataParallel) -> list[str]:
-    """Lists options that are on, cost time in each step, and can be measured by leaving them out."""
+    """Lists options that are on, cost time in each step, and can be measured by a run without them."""
     options = []
     if ddp.find_unused_parameters:  # every parameter is used, or _diagnose would have raised
         options.append("find_unused_parameters")

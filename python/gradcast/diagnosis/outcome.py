@@ -1,4 +1,4 @@
-"""What a diagnosis produces: a folder with doctor.json and the trace, and a text for the terminal."""
+"""The output of a diagnosis: a folder with doctor.json and the trace, and a text for the terminal."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Which trainings the doctor can diagnose."""
+"""Checks that the doctor can diagnose a training."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def obstacle(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> s
         )
     for name in ("mixed_precision", "_delay_all_reduce_params"):
         if getattr(ddp, name, None):
-            return f"the doctor's steps do not support DDP's {name.strip('_')}; leave it out for the diagnosis"
+            return f"the doctor's steps do not support DDP's {name.strip('_')}; omit it for the diagnosis"
     for each in optimizers:
         name = type(each).__name__
         if _needs_arguments(type(each).step):
@@ -53,8 +53,8 @@ def _hook_obstacle(ddp: DistributedDataParallel) -> str | None:
         if getattr(function, "__module__", None) != default_hooks.__name__ or not stateless:
             return (
                 f"the communication hook {getattr(function, '__name__', function)} is not one of torch's stateless "
-                "ones; leave it out for the diagnosis"
+                "ones; omit it for the diagnosis"
             )
     if not hooks and ddp._get_ddp_logging_data().get("comm_hook"):
-        return "a C++ communication hook is registered; leave it out for the diagnosis"
+        return "a C++ communication hook is registered; omit it for the diagnosis"
     return None

@@ -171,7 +171,7 @@ def check_run(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_steps(run: dict[str, Any]) -> None:
-    """Every rank has the same steps, with a wait for each."""
+    """Checks that every rank has the same steps, with a wait for each."""
     ranks = run.get("normal_steps") or []
     for index, each in enumerate(ranks):
         for key in ("step_ms", "wait_ms"):

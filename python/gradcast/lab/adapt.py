@@ -1,4 +1,4 @@
-"""``gradcast dev lab adapt``: conditions change while hosts train, and change back. Shows how gradcast adapts."""
+"""``gradcast dev lab adapt``: a change of conditions during training, and back; shows gradcast's reaction."""
 
 import dataclasses
 import os
@@ -59,7 +59,7 @@ class Phase:
 
 
 def run(settings: AdaptSettings, *, timeout_s: float, output: IO[str]) -> dict[str, Any]:
-    """Returns what rank 0 recorded, see adapt_worker.py. ``output``: for the progress."""
+    """Returns rank 0's record, see adapt_worker.py. ``output``: for the progress."""
     rates = settings.rates_bits_per_s
     read_end, write_end = os.pipe()
     with (

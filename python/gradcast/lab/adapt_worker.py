@@ -29,7 +29,7 @@ class LogRecorder(logging.Handler):
 
 
 def recorded_log() -> LogRecorder:
-    """What gradcast logs from now on."""
+    """Returns a recorder of gradcast's log from now on."""
     recorder = LogRecorder()
     logging.getLogger("gradcast").addHandler(recorder)
     logging.getLogger("gradcast").setLevel(logging.INFO)
@@ -37,7 +37,7 @@ def recorded_log() -> LogRecorder:
 
 
 def record(settings: AdaptSettings, pipe: int) -> dict[str, Any]:
-    """``pipe``: the file descriptor through which rank 0 requests changes of the network."""
+    """Trains and records. ``pipe``: the file descriptor through which rank 0 requests changes of the network."""
     recorder = recorded_log()
     rank = dist.get_rank()
     task = StandInTask(Settings(settings.model, settings.profile, scale_size=settings.scale_size), rank)

@@ -1,4 +1,4 @@
-"""The machine's cores, which all hosts share: how busy they are, and which threads get one immediately."""
+"""Load of the machine and of a host: busy cores, prompt threads, and bytes that leave the host."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ class BusyCores:
         self._start = self._read()
 
     def share(self) -> float | None:
-        """Busy share of all cores' time. None if too little time has passed."""
+        """Returns the busy share of all cores' time; None if too little time has passed."""
         passed = [end - start for start, end in zip(self._start, self._read(), strict=True)]
         total = sum(passed)
         return 1 - sum(passed[index] for index in _IDLE) / total if total > 0 else None
@@ -28,8 +28,13 @@ class BusyCores:
         return [int(field) for field in self._stat.read_text().splitlines()[0].split()[1:9]]
 
 
+def sent_bytes() -> int:
+    """Returns the bytes, headers included, that have left this host by the interface that Gloo uses."""
+    return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
+
+
 def wake_promptly() -> None:
-    """From now on this thread, and the threads that it starts, run as soon as they are woken, as on an idle host.
+    """Lets this thread, and those that it starts, run as soon as they are woken, as on an idle host.
 
     Otherwise Linux rounds sleeps by 50 us, and a thread that is woken waits up to a tick (4 ms) for a core that another
     host's thread uses. Real-time threads do not wait. They sleep nearly all the time, so other threads are not starved.

@@ -1,11 +1,10 @@
 """Latency on a host's link: ``python -m gradcast.lab.delay PORT TAP LATENCY_S``, on the lab's switch.
 
-Takes what arrives at the switch's end of the link, and passes it to the bridge through a TAP device after the latency;
-the same in the other direction. (Many kernels lack tc's netem, which does this in the kernel.) Prints a line when the
-TAP device exists.
+Forwards pieces from the switch's end of the link to the bridge, through a TAP device, after the latency, and back.
+(Many kernels lack tc's netem, which does this in the kernel.) Prints a line when the TAP device exists.
 
-It passes on the pieces of up to 64 kB that hosts give to their links, each with its virtio_net_hdr for the kernel.
-Single packets would take more than one core.
+A piece has up to 64 kB, as hosts give them to their links, with its virtio_net_hdr for the kernel. Single packets would
+take more than one core.
 """
 
 import collections
@@ -38,7 +37,7 @@ _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 
 
 class Delayed:
-    """One direction: passes pieces on ``latency_s`` after they arrived."""
+    """One direction: forwards pieces ``latency_s`` after their arrival."""
 
     def __init__(self, take: Callable[[], bytes], give: Callable[[bytes], object], latency_s: float) -> None:
         self._take, self._give, self._latency_s = take, give, latency_s
@@ -57,7 +56,7 @@ class Delayed:
             self._waiting.append((now_s + self._latency_s, piece))
 
     def pass_on(self, now_s: float) -> float | None:
-        """Passes on what is due. Returns when the next piece is due, None if nothing waits."""
+        """Forwards the pieces whose time has come. Returns the time of the next piece, None without one."""
         while self._waiting and self._waiting[0][0] <= now_s:
             with contextlib.suppress(OSError):  # a link that is down or full loses the piece
                 self._give(self._waiting.popleft()[1])

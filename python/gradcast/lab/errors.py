@@ -4,8 +4,7 @@ from gradcast.errors import Error
 
 
 class LabError(Error):
-    """The message is a sentence for the user: what is wrong, and what to do. Most often it is this machine. It may end
-    with the last lines of a worker."""
+    """An error of the laboratory, by default of this machine. Its message may end with the last lines of a worker."""
 
     has_lines = True
 

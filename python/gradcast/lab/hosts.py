@@ -43,7 +43,7 @@ _serial = itertools.count()
 
 
 def obstacle() -> str | None:
-    """Why no network can be made here, as a sentence; None if one can."""
+    """Returns a sentence about why no network can be made here; None if one can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -57,7 +57,7 @@ def obstacle() -> str | None:
 class Network:
     """``host_count`` hosts that each send and receive at most ``rate_bits_per_s``, with ``latency_s`` more each way.
 
-    Remove it with ``close()``, or use it as a context manager. First it removes what dead processes left behind. Raises
+    Remove it with ``close()``, or use it as a context manager. It first removes the networks of dead processes. Raises
     LabError if no network can be made.
     """
 
@@ -84,11 +84,11 @@ class Network:
         return f"{_SUBNET}.{host + 1}"
 
     def command(self, host: int, arguments: Sequence[str]) -> list[str]:
-        """The command that runs ``arguments`` on a host: it becomes that program, in one process."""
+        """Returns the command that runs ``arguments`` on a host; its process becomes that program."""
         return ["ip", "netns", "exec", self._namespace(host), *arguments]
 
     def set_rate(self, host: int, rate_bits_per_s: float) -> None:
-        """Both directions of the host's link, from now on."""
+        """Sets the rate of the host's link in both directions."""
         # One shaper at each end: what arrives cannot be shaped, only what is sent.
         self.limit_device(self._namespace(host), self.interface, rate_bits_per_s)
         self.limit_device(self.switch_name, f"host{host}", rate_bits_per_s)
@@ -100,7 +100,7 @@ class Network:
     def set_latency(self, host: int, latency_s: float) -> None:
         """Adds latency to the host's link, in each direction. Call it once for each host."""
         if not os.path.exists(TUN_PATH):
-            raise LabError(f"latency needs {TUN_PATH}, which this system does not have; leave it out")
+            raise LabError(f"latency needs {TUN_PATH}, which this system does not have; omit it")
         port, tap = f"host{host}", f"late{host}"
         _run("ip", "-n", self.switch_name, "link", "set", port, "nomaster")
         command = [sys.executable, "-m", "gradcast.lab.delay", port, tap, f"{latency_s:g}"]
@@ -159,7 +159,7 @@ class Network:
 
     @staticmethod
     def _keep_order(namespace: str, device: str, host: int) -> None:
-        """Lets one core receive everything that arrives at a device. The core depends on the host alone.
+        """Lets one core receive all packets of a device. The core depends on the host alone.
 
         Packets of a link come from the core on which its timer fires. If several cores receive them, they overtake each
         other, and TCP takes that for loss: a retransmission for every fourth operation of 150 kB, and pauses.
@@ -232,13 +232,13 @@ def _run(*command: str) -> str:
 
 
 def own_name() -> str:
-    """``<pid>-<start time>``: a later process with the same number has another name."""
+    """Returns ``<pid>-<start time>``: a later process with the same number has another name."""
     pid = os.getpid()
     return f"{pid}-{_process_fields(pid)[_START]}"
 
 
 def is_gone(name: str) -> bool:
-    """Whether the process with this ``own_name()`` has ended."""
+    """Returns True if the process with this ``own_name()`` has ended."""
     pid, _, start = name.partition("-")
     try:
         fields = _process_fields(int(pid))

@@ -1,4 +1,4 @@
-"""What the lab's workers train: a model of the examples, or a timed stand-in for an accelerator."""
+"""Models for the lab's workers: those of the examples, and a timed stand-in for an accelerator."""
 
 import importlib.util
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ _SEED = 0
 
 
 class Task(ABC):
-    """What one rank trains. All variants get the same batches and start with the same parameters."""
+    """The task of one rank. All variants get the same batches and start with the same parameters."""
 
     learning_rate = 0.05
 
@@ -41,7 +41,7 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, first: int, count: int) -> list[Batch]:
-        """``count`` batches of this rank, from number ``first`` on."""
+        """Returns ``count`` batches of this rank, from number ``first`` on."""
 
 
 class StandInTask(Task):
@@ -125,7 +125,7 @@ def make_task(settings: Settings, rank: int) -> Task:
 
 
 def load_example(name: str) -> ModuleType:
-    """A program of examples/ as a module. Raises LabError if gradcast was installed without its source tree."""
+    """Returns a program of examples/ as a module. Raises LabError if gradcast was installed without its source tree."""
     path = _EXAMPLES / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.exists():

@@ -1,4 +1,4 @@
-"""How programs that use the lab end: signals unwind them, and none interrupts their clean-up."""
+"""Orderly ends of programs that use the lab: signals unwind them, and none interrupts their clean-up."""
 
 import signal
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def unwind_when_told_to_end() -> None:
-    """From now on SIGTERM and a closed terminal unwind this process, as Ctrl-C does."""
+    """Lets SIGTERM and a closed terminal unwind this process, as Ctrl-C does."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, _unwind)

@@ -1,6 +1,6 @@
 """One rank of ``workers.run_for_result``: ``python -m gradcast.lab.rank CALL RESULT`` with torchrun's variables.
 
-Calls the function that the file CALL names. Rank 0 writes what it returns to the file RESULT.
+Calls the function that the file CALL names. Rank 0 writes the return value to the file RESULT.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The results table, from what rank 0 measured: one row per variant."""
+"""The results table, from rank 0's measurements: one row per variant."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ class VariantResult:
 
     @property
     def fell_back(self) -> bool:
-        """Whether gradcast found no gain, and runs as DDP."""
+        """True if gradcast found no gain, and runs as DDP."""
         return bool(self.details.get("stats", {}).get("runs_as_ddp"))
 
 
@@ -73,7 +73,7 @@ class Table:
 
     @property
     def wrong(self) -> list[VariantResult]:
-        """The rows whose parameters should be DDP's, and differ by more than the tolerance or are NaN."""
+        """The rows whose parameters differ from DDP's by more than the tolerance, or are NaN."""
         return [row for row in self.compared if not row.difference <= self.tolerance]
 
     @property

@@ -1,4 +1,4 @@
-"""What ``gradcast dev lab train`` trains, on which hosts and for how long."""
+"""Settings of ``gradcast dev lab train``: model, hosts and duration."""
 
 import dataclasses
 

@@ -1,9 +1,9 @@
 """A timed stand-in for an accelerator: a model with real tensors that waits where an accelerator would compute.
 
-Real are the sizes of the tensors, autograd and its order, the optimizer's update, and every byte that is copied and
-sent. Not real are the arithmetic of forward and backward, which is replaced by waiting, and the gradients, which are
-constants. So a machine with few cores and no accelerator shows how schedules behave while compute goes on beside the
-network. It says nothing about the speed of an accelerator, or about accuracy.
+The tensors' sizes, autograd and its order, the optimizer's update, and every byte that is copied and sent are real.
+The arithmetic of forward and backward is replaced by waiting, and the gradients are constants. So a machine with few
+cores and no accelerator compares schedules while compute goes on beside the network. It shows neither the speed of an
+accelerator nor accuracy.
 """
 
 import itertools
@@ -40,13 +40,13 @@ class SimulatedDevice:
         self.factor = 1.0  # multiplies every compute time
 
     def run(self, duration_ns: int) -> None:
-        """The device computes for ``duration_ns``; returns when it is done."""
+        """Computes on the device for ``duration_ns``; returns at the end."""
         self._occupy(self.now_ns(), round(self.factor * duration_ns))
         while (left_ns := self._free_at_ns - self.now_ns()) > 0:
             self._sleep_s(left_ns / 1e9)
 
     def ran(self, start_ns: int) -> None:
-        """Counts what the host has computed since ``start_ns`` as work of the device."""
+        """Counts the host's time since ``start_ns`` as work of the device."""
         self._occupy(start_ns, self.now_ns() - start_ns)
 
     def _occupy(self, start_ns: int, duration_ns: int) -> None:
@@ -75,7 +75,7 @@ class Shape:
 
     @staticmethod
     def of(profile: _core.Profile, *, scale_size: float = 1.0) -> "Shape":
-        """The shape of a profile.
+        """Returns the shape of a profile.
 
         Consecutive tensors with the same first use are a layer, which is ready when the last of them is. Backward runs
         through the layers in reverse. If they are ready in another order in the profile, this is an approximation: a
@@ -144,9 +144,7 @@ class StandIn(nn.Module):
 
 
 class Wait(torch.autograd.Function):
-    """One layer: waits as long as it would compute. The gradients of the parameters behind ``x`` are copies of
-    ``gradients``.
-    """
+    """One layer: waits as long as it would compute. ``gradients`` are copied for the parameters behind ``x``."""
 
     @staticmethod
     def forward(
@@ -164,7 +162,7 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # Copied during the layer's time, as a device would write them. Autograd keeps a copy that nobody else holds.
+        # Copied during the layer's time, as a device would write them. Autograd keeps a copy without other owners.
         copies = [constant.clone() for constant in ctx.gradients]
         ctx.device.run(ctx.backward_ns)
         return None, None, None, None, gradient, *copies

@@ -15,7 +15,7 @@ _PROCESS_BYTES = 400e6  # Python with torch, per rank
 
 
 def train(settings: Settings, *, timeout_s: float, output: IO[str]) -> dict[str, Any]:
-    """Returns what rank 0 measured, see worker.py. ``output``: for the progress."""
+    """Returns rank 0's measurements, see worker.py. ``output``: for the progress."""
     _check_memory(settings)
     rates = settings.rates_bits_per_s
     with Network(settings.hosts, rates[0], settings.latency_s) as network:

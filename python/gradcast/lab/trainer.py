@@ -15,7 +15,7 @@ from gradcast.lab.variants import Variant
 
 
 class Training:
-    """A model in training. ``called``: its module, or what wraps it. ``handle``: gradcast's, None without it."""
+    """A model in training. ``called``: its module or wrapper. ``handle``: gradcast's, None without it."""
 
     def __init__(self, task: Task, called: nn.Module, optimizer: torch.optim.Optimizer, handle: Any = None) -> None:
         self.task, self.called, self.optimizer, self.handle = task, called, optimizer, handle
@@ -56,7 +56,7 @@ class Training:
         return times_ms[1:]
 
     def duration_s(self, count: int) -> float:
-        """Trains ``count`` steps, and returns how long they take with all updates."""
+        """Trains ``count`` steps, and returns their time with all updates."""
         start = time.perf_counter()
         self.train(count)
         self.finish()
@@ -74,7 +74,7 @@ class Training:
 
 
 def attached(task: Task, module: nn.Module | None = None, **options: Any) -> Training:
-    """A model of the task, or ``module``, in overlap mode with these options of gradcast. Collective."""
+    """Returns a model of the task, or ``module``, in overlap mode with these options of gradcast. Collective."""
     if module is None:
         module = task.module()
     optimizer = task.optimizer(module)
@@ -99,7 +99,7 @@ class Trainer(Training):
         super().__init__(task, called, optimizer, handle)
 
     def bucket_count(self) -> int | None:
-        """Number of DDP's buckets, None if DDP does not tell or is not used."""
+        """Returns the number of DDP's buckets, None if it is unknown or DDP is not used."""
         if not isinstance(self.called, DistributedDataParallel):
             return None
         facts = self.called._get_ddp_logging_data()

@@ -1,4 +1,4 @@
-"""The variants that ``gradcast dev lab train`` compares: ways of sending gradients, and their names."""
+"""The variants of ``gradcast dev lab train``: ways of sending gradients, and their names."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from gradcast.comparison.ddp_baseline import SWEPT_CAPS_MIB
 from gradcast.host_traffic import NARROW_WIRES
 from gradcast.lab.errors import LabError
 
-COMPUTE = "alone"  # sends nothing, so it shows the compute time; its ranks drift apart
+COMPUTE = "alone"  # sends nothing, so it shows the compute time; its ranks diverge
 BASELINE = "ddp"
 DDP_NEAR, DDP_MGWFBP = "ddp-near", "ddp-mgwfbp"
 TORCH_CAPS_MIB = (1, 25)  # sizes of DDP's first bucket and of the others by default
@@ -50,7 +50,7 @@ def names_of(text: str) -> list[str]:
     """Parses names separated by commas. Groups are replaced by their members. Raises LabError for an unknown name.
 
     "ddp" and "alone", with which the others are compared, are always included. ``ddp-near`` and ``ddp-mgwfbp`` stay in
-    the result: what they stand for is known once a training has been measured.
+    the result: a measured training decides their buckets.
     """
     asked = [name.strip() for name in text.split(",") if name.strip()]
     if not asked:
@@ -63,7 +63,7 @@ def names_of(text: str) -> list[str]:
 
 
 def variant(name: str) -> Variant:
-    """The variant with this name. Raises LabError for an unknown name. REQUIRES: not ddp-near or ddp-mgwfbp."""
+    """Returns the variant with this name. Raises LabError for an unknown name. REQUIRES: not ddp-near or ddp-mgwfbp."""
     base, colon, detail = name.partition(":")
     if base == BASELINE:
         return Variant(name, "ddp", caps_mib=(_cap_mib(name, detail),) if colon else ())
@@ -82,7 +82,7 @@ def variant(name: str) -> Variant:
 
 
 def _with_in_flight(name: str) -> Variant:
-    """ "overlap/2": at most two blocks in flight."""
+    """Returns the variant of a name such as "overlap/2": at most two blocks in flight."""
     mode, _, count = name.partition("/")
     if mode not in _MODES or count not in ("1", "2", "3", "4"):
         raise LabError(
@@ -92,7 +92,7 @@ def _with_in_flight(name: str) -> Variant:
 
 
 def scaled(each: Variant, factor: float) -> Variant:
-    """The variant for a model with scaled tensors: DDP's buckets are scaled, too, so that there are as many of them."""
+    """Returns the variant for a model with scaled tensors: DDP's buckets are scaled by the same factor."""
     if each.mode != "ddp" or factor == 1:
         return each
     return replace(each, caps_mib=tuple(factor * cap for cap in each.caps_mib or TORCH_CAPS_MIB))

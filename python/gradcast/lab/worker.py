@@ -15,8 +15,7 @@ import gradcast
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.lab import predictions, replays
-from gradcast.lab.cores import BusyCores
-from gradcast.lab.counters import sent_bytes
+from gradcast.lab.cores import BusyCores, sent_bytes
 from gradcast.lab.models import make_task
 from gradcast.lab.replays import Step
 from gradcast.lab.settings import Settings
@@ -79,7 +78,7 @@ class Measurement:
         return trainer
 
     def _measured(self, by_gradcast: list[Trainer]) -> _core.Profile:
-        """The profile that gradcast measured in fp32, the same on every rank: overlap mode's, if there is one."""
+        """Returns gradcast's profile in fp32, the same on every rank: overlap mode's, if there is one."""
         exact = [trainer for trainer in by_gradcast if trainer.variant.wire == "fp32"]
         chosen = sorted(exact, key=lambda trainer: trainer.variant.mode != "overlap")[:1]
         for trainer in chosen or [self._prepared(_MEASURING)]:
@@ -110,7 +109,7 @@ class Measurement:
         return {"steps_ms": steps_ms, "cores_busy": busy, "sent_bytes": sent}
 
     def _sent_per_step(self, before: int) -> list[float]:
-        """The bytes that have left each host since its counter stood at ``before``, per step of a turn. Collective."""
+        """Returns the bytes that have left each host since its counter's ``before``, per step of a turn. Collective."""
         dist.barrier()
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (sent_bytes() - before) / self._settings.steps)
@@ -128,7 +127,7 @@ class Measurement:
         self._steps[name] = version, [*(kept if before == version else []), *zip(*ranks, strict=True)]
 
     def _facts(self, trainer: Trainer, as_ddp_sends: _core.Profile) -> dict[str, Any]:
-        """The number of operations of a step and its predicted time, None if nothing is sent."""
+        """Returns the number of operations of a step and its predicted time, None if nothing is sent."""
         if trainer.variant.mode == "ddp":
             plan = predictions.ddp_plan(as_ddp_sends, trainer.variant)
             return {
@@ -156,7 +155,7 @@ def _resolved(name: str, profile: _core.Profile, factor: float) -> list[Variant]
 
 
 def differences(trainers: list[Trainer], start: torch.nn.Module) -> dict[str, float]:
-    """The largest difference of a parameter to DDP's on any rank, in units of that tensor's largest value.
+    """Returns the largest difference of a parameter to DDP's on any rank, relative to that tensor's largest value.
 
     ``start``: the model before training. A tensor of two elements may come close to zero, where rounding is large
     relative to its values, but not relative to its initial ones.

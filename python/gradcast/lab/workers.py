@@ -88,7 +88,7 @@ def run_for_result(
     inherited: Sequence[IO[bytes]] = (),
     **options: Any,
 ) -> Any:
-    """Returns, through JSON, what ``function`` ("package.module:name") returns on rank 0 if all ranks call it.
+    """Calls ``function`` ("package.module:name") on all ranks, and returns rank 0's result, through JSON.
 
     Ranks run like those of ``run_workers``, with Gloo. ``arguments`` are pickled. ``promptly``: see
     ``cores.wake_promptly``, for ranks that wait rather than compute.
@@ -129,7 +129,7 @@ def _die_with_parent() -> None:
 
 
 def _wait(workers: list[_Worker], timeout_s: float) -> None:
-    """Returns when all have ended without error. Raises LabError at the first failure; those of others follow."""
+    """Returns once all have ended without error. Raises LabError at the first failure, with those of other ranks."""
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [worker.process.poll() for worker in workers]

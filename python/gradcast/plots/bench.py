@@ -15,7 +15,7 @@ _POINTS_OF_A_LINE = 200
 
 
 def draw_bench(path: str, results: dict[str, Any]) -> None:
-    """``results``: the JSON object of gradcast-bench, with a sweep or a schedule."""
+    """Draws the JSON object of gradcast-bench, with a sweep or a schedule."""
     rows = results.get("schedule") or []
     parts = [part for part, there in ((_draw_sweep, results.get("sweep")), (_draw_schedule, rows)) if there]
     figure, axes = plt.subplots(

@@ -1,4 +1,4 @@
-"""What all plots share."""
+"""Shared parts of all plots."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ _BAR = 0.68  # height
 
 @dataclass(frozen=True)
 class Bar:
-    """A measured step: what compute takes alone, and what communication adds."""
+    """A measured step: compute alone, and the addition of communication."""
 
     name: str
     step_ms: float
@@ -60,7 +60,7 @@ def bare(axes: Any) -> None:
 
 
 def draw_grid(axes: Any, ticks: Sequence[float] = ()) -> None:
-    """``ticks``: the only ticks of the x axis, which is logarithmic."""
+    """Draws grid lines. ``ticks``: the only ticks of the x axis, which is logarithmic."""
     if ticks:
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -70,13 +70,13 @@ def draw_grid(axes: Any, ticks: Sequence[float] = ()) -> None:
 
 
 def legend_below(figure: Any, handles: Iterable[Any] | None = None) -> None:
-    """``handles``: with their labels; None for those of all axes."""
+    """Draws the legend. ``handles``: with their labels; None for those of all axes."""
     found = None if handles is None else list(handles)
     figure.legend(handles=found, loc="outside lower center", ncols=len(found or range(6)), frameon=False, fontsize=9)
 
 
 def literal(text: str) -> str:
-    """Text with names from files: a dollar sign would begin a formula, and a very long name makes no picture."""
+    """Returns text from files for a picture: shortened, and with dollar signs that begin no formula."""
     shown = visible(text).replace("$", r"\$")
     return shown if len(shown) <= _LITERAL_MAX else f"{shown[:_LITERAL_MAX]}…"
 

@@ -42,7 +42,7 @@ def _label(row: VariantResult) -> str:
 
 
 def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, description: str, title: str) -> None:
-    """``changed``: the steps with the change. ``description``: of the change."""
+    """Draws each step with its plan. ``changed``: the steps with the change. ``description``: of the change."""
     figure, axes = plt.subplots(figsize=(10, 3.9), layout="constrained")
     numbers, times_ms = [s["step"] for s in steps], [s["ms"] for s in steps]
     top_ms = 1.18 * sorted(times_ms)[-1 - len(times_ms) // 100]
@@ -51,7 +51,7 @@ def draw_adapt(path: str, steps: list[dict[str, Any]], changed: range, *, descri
     axes.axvspan(changed.start, changed.stop, color=CHANGED, linewidth=0, label=description)
     for start, stop in _spans(steps, lambda step: step["measuring"] or None):
         axes.axvspan(start, stop, ymax=0.03, color=_MEASURING, linewidth=0, label=_once(axes, "measures"))
-    # Warm-ups have plans, too, which nobody predicts.
+    # Plans of warm-ups have no predictions.
     for start, stop in _spans(steps, lambda step: None if step["measuring"] else step["version"]):
         predicted_ms = steps[start]["predicted_ms"]
         axes.plot(

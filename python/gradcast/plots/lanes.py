@@ -1,8 +1,8 @@
 """Plans as lanes over time: one plan, or several one above the other.
 
-Each plan has two lanes. The compute lane shows backward, forward, and where forward waits for a gradient. The link lane
-shows the blocks, coloured by when forward first uses one of their parameters: a good schedule sends the dark ones,
-which are used first, as early as it can.
+Each plan has two lanes. The compute lane shows backward, forward, and forward's waits for gradients. The link lane
+shows the blocks, coloured by forward's first use of one of their parameters: a good schedule sends the dark ones, which
+are used first, as early as possible.
 """
 
 import bisect
@@ -40,7 +40,7 @@ def draw_plan(
     bound_ns: float,
     title: str,
 ) -> None:
-    """``bound_ns``: lower bound over plans with the same kinds of operation as this one."""
+    """Draws a plan. ``bound_ns``: lower bound over plans with the same kinds of operation as this one."""
     figure, axes = plt.subplots(figsize=(11, 3.2), layout="constrained")
     end_ms = timeline.iteration_ns / 1e6
     axes.set_xlim(0, 1.02 * max(end_ms, 1e-6))  # never an empty axis
@@ -130,7 +130,7 @@ def _draw_lanes(
 
 
 def _wire_spans(timeline: _core.Timeline) -> list[_Span]:
-    """When each block is on the wire. With several blocks in flight, launches overlap, but bytes do not."""
+    """Returns each block's time on the wire. With several blocks in flight, launches overlap, but bytes do not."""
     spans = []
     free_ns = 0.0
     for times in timeline.blocks:
@@ -148,7 +148,7 @@ def _waits(profile: _core.Profile, plan: _core.Plan, timeline: _core.Timeline) -
 
 
 def _block_needs_ms(profile: _core.Profile, plan: _core.Plan) -> list[float]:
-    """When forward first uses a parameter of each block: that of its lowest byte."""
+    """Returns the time of forward's first use of a parameter of each block: that of its lowest byte."""
     ends: dict[int, list[int]] = {}
     needs: dict[int, list[float]] = {}
     for tensor in profile.tensors:

@@ -14,7 +14,7 @@ _MARGIN = 0.04
 
 
 def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
-    """``rows``: the lines of ``gradcast simulate --csv``."""
+    """Draws the lines of ``gradcast simulate --csv``."""
     world_sizes = sorted({row["workers"] for row in rows})
     size = (1.6 + 3.9 * len(world_sizes), 4.4)
     figure, panels = plt.subplots(1, len(world_sizes), figsize=size, sharey=True, squeeze=False, layout="constrained")
@@ -42,7 +42,7 @@ def draw_sweep(path: str, rows: list[dict[str, Any]], *, title: str) -> None:
 
 
 def _lower_limit(rows: list[dict[str, Any]], policies: list[str]) -> tuple[float, list[str]]:
-    """Where the axis begins, and the policies below it: a far slower one would flatten the other lines."""
+    """Returns the axis's lower end, and the policies below it: a far slower one would flatten the other lines."""
     slowest: dict[str, float] = {}
     for row in rows:
         policy, speedup = row["policy"], row["speedup_over_ddp"]

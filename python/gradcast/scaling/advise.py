@@ -1,7 +1,7 @@
-"""Which machines to rent, and how many: the cheapest within a time, the fastest within a cost, and those in between.
+"""Recommends machines to rent: the cheapest within a time, the fastest within a cost, and those in between.
 
-It recommends as Stash does (A. Sharma et al., arXiv:2208.14344). Stash measures a step on each kind of machine; here
-steps that were not measured are predicted (estimate.py), and each result says which.
+The rules are those of Stash (A. Sharma et al., arXiv:2208.14344). Stash measures a step on each kind of machine; here
+steps that were not measured are predicted (estimate.py), and each result says so.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ClusterOption:
-    """One cluster that could be rented, and what the whole training takes and costs on it.
+    """One cluster that could be rented, with the time and the cost of the whole training.
 
     Times are in hours, costs in the currency of the price file.
     """
@@ -78,7 +78,7 @@ class ClusterOption:
 class Advice:
     rows: tuple[ClusterOption, ...]  # the fastest first
     frontier: tuple[ClusterOption, ...]  # the rows to which no other row is both faster and cheaper
-    skipped: dict[str, str]  # by cluster: why it is left out
+    skipped: dict[str, str]  # by cluster: why it is omitted
 
     def cheapest_within(self, hours: float) -> ClusterOption | None:
         return min((row for row in self.rows if row.sure_hours <= hours), key=lambda row: row.cost, default=None)
@@ -115,7 +115,7 @@ def pareto_rows(rows: Sequence[ClusterOption]) -> tuple[ClusterOption, ...]:
 
 
 def machine_counts(machine: Machine, world_sizes: Sequence[int] = ()) -> list[int]:
-    """1, 2, 4, … up to the most there are, and the counts that the measured numbers of workers fill."""
+    """Returns 1, 2, 4, … up to the most there are, and the counts that the measured numbers of workers fill."""
     counts = {2**k for k in range(machine.max_machines.bit_length())} | {machine.max_machines}
     counts |= {size // machine.workers for size in world_sizes if size % machine.workers == 0}
     return sorted(count for count in counts if 1 <= count <= machine.max_machines)
@@ -170,10 +170,10 @@ def _band(profiles: Sequence[_core.Profile], machine: Machine, request: Request,
 
 
 def _network(measured: Sequence[_core.Profile], machine: Machine, request: Request) -> tuple[Network, Nodes]:
-    """The networks between machines and inside one: measured, or else from the price file.
+    """Returns the networks between machines and inside one: measured, or else from the price file.
 
-    A profile that does not say where its ranks were is taken to be of one machine, if one can hold them all. One that
-    was measured on several hosts with fewer ranks than this machine holds says nothing of either network.
+    A profile without hosts is taken to be of one machine, if one can hold all ranks. One of several hosts with fewer
+    ranks than this machine holds counts for neither network.
     """
     linked = [profile for profile in measured if profile.world_size > 1 and profile.link is not None]
     inner = [each for each in linked if each.world_size <= machine.workers and _host_count(each) in (None, 1)]

@@ -1,4 +1,4 @@
-"""Step time and efficiency on other numbers of workers, with a band for what the measurements leave open.
+"""Step time and efficiency on other numbers of workers, with a band for the uncertainty of the measurements.
 
 More workers change nothing but the link: each computes as before, on its own batch. So each point is a plan for another
 link, and its band is given by plans for the cheapest and the most expensive link that growth.py allows.
@@ -137,16 +137,16 @@ def measured_network(profiles: Sequence[_core.Profile], algorithm: str = "ring")
 
 
 def _pays(fewer: tuple[int, float], more: tuple[int, float]) -> bool:
-    """Whether each doubling brings at least 1.5 times the throughput. Arguments: (workers, step ns)."""
+    """Returns True if each doubling brings at least 1.5 times the throughput. Arguments: (workers, step ns)."""
     return ratio(more[0] * fewer[1], fewer[0] * more[1]) >= (more[0] / fewer[0]) ** _PAYING_EXPONENT
 
 
 def knee(steps: Sequence[tuple[int, float]]) -> int | None:
-    """The last number of workers that pays, compared with the one before it.
+    """Returns the last number of workers that pays, compared with the one before it.
 
-    ``steps``: (workers, step ns), ascending. Returns None if the last one given still pays, and the first one if none
-    does. The first doubling may bring little while later ones pay: a ring of two workers sends each byte once, a ring
-    of many nearly twice.
+    ``steps``: (workers, step ns), ascending. None if the last one given still pays, the first one if none does. The
+    first doubling may bring little while later ones pay: a ring of two workers sends each byte once, a ring of many
+    nearly twice.
     """
     paying = [more[0] for fewer, more in itertools.pairwise(steps) if _pays(fewer, more)]
     last = paying[-1] if paying else steps[0][0]
@@ -154,14 +154,14 @@ def knee(steps: Sequence[tuple[int, float]]) -> int | None:
 
 
 def unpaid(steps: Sequence[tuple[int, float]]) -> tuple[tuple[int, int], ...]:
-    """The steps before the knee that do not pay, as (workers, more workers)."""
+    """Returns the steps before the knee that do not pay, as (workers, more workers)."""
     last = knee(steps) or math.inf
     found = [(fewer, more) for fewer, more in itertools.pairwise(steps) if more[0] <= last]
     return tuple((fewer[0], more[0]) for fewer, more in found if not _pays(fewer, more))
 
 
 def worth_trying(points: Sequence[Point], last: int | None) -> tuple[int, ...]:
-    """The numbers of workers to recommend, up to the knee ``last``.
+    """Returns the numbers of workers to recommend, up to the knee ``last``.
 
     Each has a higher throughput than any smaller number, and takes at most twice the least worker time per sample.
     """

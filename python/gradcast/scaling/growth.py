@@ -1,8 +1,7 @@
-"""What an all-reduce costs on other numbers of workers, from its known costs.
+"""The cost of an all-reduce on other numbers of workers, from its known costs.
 
 This inverts the formulas of docs/reference/networks.md: a start-up cost is the number of steps times the latency of a
-hop, plus a constant; a cost per byte is 2 (P - 1) / P over the bandwidth. What the
-measurements cannot tell apart becomes a range.
+hop, plus a constant; a cost per byte is 2 (P - 1) / P over the bandwidth. Ambiguous measurements give a range.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ _SCALED = ("56gbib-32", "56gbib-64")
 
 
 def step_count(algorithm: str, worker_count: int) -> float:
-    """Number of successive messages in an all-reduce; each waits for the latency of a hop."""
+    """Returns the number of successive messages of an all-reduce; each waits for the latency of a hop."""
     if algorithm == _CONSTANT:
         return 0
     if algorithm == _BYTES:
@@ -35,7 +34,7 @@ def step_count(algorithm: str, worker_count: int) -> float:
 
 
 def byte_share(worker_count: int) -> float:
-    """How often each byte passes a worker's connection, in a ring or a tree."""
+    """Returns the passes of each byte over a worker's connection, in a ring or a tree."""
     return 2 * (worker_count - 1) / worker_count
 
 
@@ -173,14 +172,14 @@ class Growth:
             without = " and ".join(str(count) for count, share in zip(self._costs, shares, strict=True) if share == 0)
             raise Error(
                 f"the network {network.name} has no cost per byte on {without} workers, because the blocks measured "
-                "there had too few sizes, and has one elsewhere; leave out the costs without one"
+                "there had too few sizes, and has one elsewhere; omit the costs without one"
             )
         self._wire_ns_per_byte = sum(shares) / len(shares)
         # Largest relative deviation of the measurements from their mean.
         self._wire_error = max((abs(share / self._wire_ns_per_byte - 1) for share in shares if share > 0), default=0.0)
 
     def estimate(self, algorithm: str, worker_count: int) -> Estimate:
-        """The link if each worker is a node of its own. REQUIRES: more than one worker."""
+        """Returns the link if each worker is a node of its own. REQUIRES: more than one worker."""
         basis = self._basis(algorithm, worker_count)
         # The link of the nearest number of workers gives the shape: breakpoints and packing.
         base = self._costs[min(self._costs, key=lambda count: (abs(math.log(count / worker_count)), -count))]
@@ -206,12 +205,12 @@ class Growth:
         return "fitted" if min(self._costs) < worker_count < max(self._costs) else "extrapolated"
 
     def _alphas_ns(self, algorithm: str, worker_count: int) -> tuple[float, float, float]:
-        """Lowest, estimated and highest start-up cost: of inaccurate ones, and of another growth than measured."""
+        """Returns the lowest, estimated and highest start-up cost: of inaccurate ones, and of other growth."""
         own = self.network.algorithm
         share = max(self._spread, fit_start_up(own, self._alphas).error_share)
         ways = [(own, algorithm)]  # the algorithm of the known costs, and that of the estimate
         if self.network.measured:
-            # With blocks of one size, start-up cost and bytes cannot be told apart (training.measure.network_cost).
+            # With blocks of one size, start-up cost and bytes are not separable (training.measure.network_cost).
             ways = [(_BYTES, _BYTES), *ways] if self._wire_ns_per_byte == 0 else ways
             # It may consist of the requested algorithm's steps, or of no steps, or grow more slowly than a ring's.
             others = [(algorithm, algorithm), (_CONSTANT, _CONSTANT)]
@@ -240,7 +239,7 @@ class Cluster:
         return dataclasses.replace(self.network, costs=tuple(costs))
 
     def why_not(self, algorithm: str, worker_count: int) -> str | None:
-        """Why there is no estimate, or None if there is one."""
+        """Returns the reason why there is no estimate, or None if there is one."""
         inside = worker_count <= self._per_node
         hierarchical = algorithm == "hierarchical" and not inside
         if worker_count == 1:
@@ -256,7 +255,7 @@ class Cluster:
         return None
 
     def estimate(self, algorithm: str, worker_count: int) -> Estimate:
-        """REQUIRES: why_not is None."""
+        """Returns the link of this number of workers. REQUIRES: why_not is None."""
         if worker_count == 1:
             return _ALONE
         if worker_count <= self._per_node:

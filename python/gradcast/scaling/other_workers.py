@@ -1,20 +1,17 @@
 """A measured profile for another number of workers. Pure.
 
-More or fewer workers change nothing but the link: each computes as before, on its own batch. How the link's costs
-change, growth.py says; of ranks that sum their gradients inside each host first, by the number of hosts.
+More or fewer workers change only the link, as growth.py predicts: each worker computes as before, on its own batch. For
+ranks that sum their gradients inside each host first, the number of hosts counts.
 """
-
-import json
 
 from gradcast import _core
 from gradcast.comparison.measured_exchange import MeasuredExchange, exchange_of, with_exchange
-from gradcast.files import with_fields
 from gradcast.host_traffic import RING
 from gradcast.scaling.growth import Growth, Network
 
 
 def why_not(profile: _core.Profile, now: MeasuredExchange) -> str | None:
-    """Why the profile says nothing about the workers of ``now``; None if it does."""
+    """Returns the reason why the profile does not hold for the workers of ``now``; None if it does."""
     before = exchange_of(profile)
     if before is None:
         return "it does not say on which hosts its network was measured"
@@ -28,9 +25,9 @@ def why_not(profile: _core.Profile, now: MeasuredExchange) -> str | None:
 
 
 def for_workers(profile: _core.Profile, now: MeasuredExchange) -> _core.Profile:
-    """The profile as the workers of ``now`` would measure it. REQUIRES: why_not is None."""
+    """Returns the profile that the workers of ``now`` would measure. REQUIRES: why_not is None."""
     before = exchange_of(profile)
     counts = [len(each.hosts.host_of) if each.form == RING else each.hosts.count for each in (before, now)]
     link = Growth(Network("measured", ((counts[0], profile.link),))).estimate("ring", counts[1]).link
-    changed = with_fields(profile, link=json.loads(link.to_json()), world_size=len(now.hosts.host_of))
+    changed = profile.replace(link=link, world_size=len(now.hosts.host_of))
     return with_exchange(changed, now)

@@ -66,7 +66,7 @@ def _spot(value: Any) -> "Spot":
 
 
 def _field(name: str, reader: Reader, *default: Any) -> Any:
-    """A field of a table: its name in the file, what reads it, and its default unless it is required."""
+    """A field of a table: its name in the file, its reader, and its default unless it is required."""
     given = {"default": default[0]} if default else {}
     return dataclasses.field(**given, metadata={"name": name, "reader": reader})
 

@@ -1,4 +1,4 @@
-"""How long a training takes on machines that may be revoked: simulated, and exact for exponential lifetimes.
+"""Duration of a training on machines that may be revoked: simulated, and exact for exponential lifetimes.
 
 The training stops when any of its machines is revoked. Its work since the last checkpoint is lost, a new machine joins,
 and the training continues after a restart time. A revocation during a restart begins the restart again.
@@ -46,13 +46,13 @@ class _Lifetimes:
         return self._random.weibullvariate(self._scale_s, self._shape)
 
     def check_pace(self, done: int) -> None:
-        """``done``: runs, after which it shows how many lifetimes all will take."""
+        """Raises SimulationTooLongError if all runs take too many lifetimes, judged by the first ``done`` runs."""
         if self._count / done * self._run_count > _DRAWS_MAX:
             raise SimulationTooLongError
 
 
 def _checkpoint_count(work_s: float, spot: Spot) -> int:
-    """There is no checkpoint after the last part."""
+    """Returns the number of checkpoints; none follows the last part."""
     return max(math.ceil(work_s / spot.checkpoint_interval_s) - 1, 0)
 
 
@@ -124,15 +124,16 @@ def _one_run_s(work_s: float, machine_count: int, spot: Spot, lifetime_s: Callab
 
 
 class ElasticRun(NamedTuple):
-    """``machine_s``: time for which machines are paid, added up."""
+    """One simulated training. ``machine_s``: paid time of all machines together."""
 
     time_s: float
     machine_s: float
 
 
 def elastic_run(speeds: Sequence[float], ends_s: Sequence[float], work: float = 1.0) -> ElasticRun | None:
-    """The training whose machines leave at ``ends_s`` (ascending; machines without an entry stay). None if they all
-    leave before its end. ``speeds``: work per second with 1, 2, … machines.
+    """Returns the training whose machines leave at ``ends_s`` (ascending; machines without an entry stay).
+
+    None if they all leave before its end. ``speeds``: work per second with 1, 2, … machines.
     """
     machine_s = 0.0
     for begin_s, end_s, count in _phases(len(speeds), ends_s):
@@ -145,7 +146,7 @@ def elastic_run(speeds: Sequence[float], ends_s: Sequence[float], work: float = 
 
 
 def _phases(machine_count: int, ends_s: Sequence[float]) -> Iterator[tuple[float, float, int]]:
-    """From when, until when, with how many machines."""
+    """Yields begin, end and number of machines of each phase."""
     begins_s = [0.0, *ends_s]
     for left, (begin_s, end_s) in enumerate(zip(begins_s, [*ends_s, math.inf], strict=True)):
         if left < machine_count:

@@ -1,8 +1,8 @@
-"""Step time of a model on a machine that one does not have, from the steps of other models there. Pure.
+"""Step time of a model on another machine, from the steps of other models there. Pure.
 
-A step of one worker takes ``a + b · FLOPs + c · tensors``: something once, the arithmetic, and a launch per tensor.
-None of the three is negative, and relative errors count (least squares). What such an answer is worth is measured by
-leaving out each model in turn and predicting it from the others.
+A step of one worker takes ``a + b · FLOPs + c · tensors``: a constant, the arithmetic, and a launch per tensor. None of
+the three is negative, and relative errors count (least squares). The error is estimated by predicting each model from
+the others.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class Fit:
-    """``coefficients``: ms, ms per FLOP, ms per tensor. ``errors``: relative, of each model when it is left out."""
+    """``coefficients``: ms, ms per FLOP, ms per tensor. ``errors``: relative, of each model from the others."""
 
     models: tuple[ModelStep, ...]
     coefficients: tuple[float, float, float]
@@ -52,7 +52,7 @@ class Fit:
         return max(abs(error) for error in self.errors)
 
     def step_ms(self, flops: float, tensors: int) -> float:
-        """Raises Error outside of what the models cover."""
+        """Predicts a step. Raises Error outside of the models' range."""
         for what, value, known in (
             ("FLOPs", flops, [model.flops for model in self.models]),
             ("tensors", tensors, [model.tensors for model in self.models]),

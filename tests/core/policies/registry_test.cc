@@ -205,7 +205,7 @@ TEST(MakePlan, RefusesInASentence) {
       {{.policy = "ddp", .parameters = {{"cap_mb", 25}}},
        "policy ddp has no parameter \"cap_mb\"; it has first_bytes, cap_bytes"},
       {{.policy = "fifo", .parameters = {{"cap_bytes", 25}}},
-       "policy fifo has no parameter \"cap_bytes\"; it has none at all, leave it out"},
+       "policy fifo has no parameter \"cap_bytes\"; it has none at all, omit it"},
       {{.policy = "p3", .parameters = {{"slice_elements", nan}}},
        "parameter slice_elements of policy p3 is nan; it must be a whole number from 1 to 2^53"},
       {{.policy = "p3", .parameters = {{"slice_elements", 0}}},

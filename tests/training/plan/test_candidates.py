@@ -12,7 +12,7 @@ from gradcast.files import load_profile
 pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import ComputeFactors
 from gradcast.training.measure.network_cost import Sample
-from gradcast.training.plan import agreement, calibration, candidates, measured_profile, proposals
+from gradcast.training.plan import agreement, calibration, candidates, proposals
 from gradcast.training.plan.expectation import StepVariation, typical_step, update_calls
 
 OPTIONS = gradcast.Options()
@@ -25,7 +25,7 @@ def on_link(name, ratio):
     """A bundled profile on a link on which communication takes ``ratio`` times as long as compute."""
     profile = load_profile(name)
     beta = ratio * (profile.backward_ns + profile.forward_ns) / sum(tensor.bytes for tensor in profile.tensors)
-    return measured_profile.replace_link(profile, link_of(1e6, beta))
+    return profile.replace(link=link_of(1e6, beta))
 
 
 def mean_step_ns(profile, plan, steps, links):
@@ -103,5 +103,5 @@ def test_a_confirmed_profile_whose_blocks_scatter_gets_another_plan(scatter):
     proposer = proposals.Proposer(None, "overlap", 2, OPTIONS)
     agreed = agreement.AgreedPlan(profile, plan)
     proposal = proposer.from_calibration(agreed, profile, calibration.CalibrationSteps(blocks, compute=[]))
-    assert proposal.profile.to_json() == profile.to_json()
+    assert proposal.profile == profile
     assert (proposal.plan == plan) == (scatter == 0)

@@ -1,7 +1,6 @@
 """What a plan is expected to take and to gain, from the steps that were measured."""
 
 import dataclasses
-import json
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +13,7 @@ from training.profiles import compute_steps, profile_of
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import Compute, ComputeFactors, compute_variation, replace_compute
-from gradcast.training.plan import agreement, calibration, loop, measured_profile, proposals
+from gradcast.training.plan import agreement, calibration, loop, proposals
 from gradcast.training.plan.expectation import StepVariation, expect, typical_step, update_calls
 
 
@@ -39,10 +38,8 @@ def test_what_ddp_would_take_has_no_network_beside_its_forward():
     ],
 )
 def test_what_is_read_unseen_is_named_if_only_that_prevents_a_gain(names, reason):
-    fields = json.loads(profile_of(200, 100, 10).to_json())
-    for tensor in fields["tensors"]:
-        tensor |= {"ready_ns": 200e6, "need_ns": 0}
-    profile = _core.Profile.from_json(json.dumps(fields))
+    profile = profile_of(200, 100, 10)
+    profile = profile.replace(tensors=[each.replace(ready_ns=200e6, need_ns=0) for each in profile.tensors])
     plan, baseline = _core.make_plan(profile, profile.link), proposals.baseline_plan(profile)
     said = expect(profile, plan, profile, baseline, StepVariation(), read_first=names)
     assert said.limit < 1.02
@@ -138,7 +135,7 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
 
 
 def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_the_passes():
-    profile = measured_profile.replace_link(profile_of(200, 100, 10), link_of(1e5, 24.0))
+    profile = profile_of(200, 100, 10).replace(link=link_of(1e5, 24.0))
     variation = StepVariation(call_ns=50e6)
     plan = _core.make_plan(profile, profile.link)
     proposer = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
@@ -195,7 +192,7 @@ def test_a_checkpoint_keeps_what_a_call_of_the_optimizer_costs():
     def proposer():
         return proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
 
-    profile = measured_profile.replace_link(profile_of(200, 100, 10), link_of(1e5, 24.0))
+    profile = profile_of(200, 100, 10).replace(link=link_of(1e5, 24.0))
     variation = StepVariation(call_ns=5e6)
     plan = _core.make_plan(profile, profile.link)
     saved = proposer()._completed(agreement.AgreedPlan(profile, plan, variation=variation))

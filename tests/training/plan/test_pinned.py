@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import gradcast
-from gradcast.files import plan_hash
+from gradcast.files import load_plan, plan_hash
 from training.attached import not_refused, planning
 from training.needs import torch
 from training.ours import Ours
@@ -28,7 +28,7 @@ def save_plan(rank, folder, task, mode):
 
 def make_by_hand(folder, mode):
     """A plan that no policy would make: blocks of two ranges, of one element, and in an order of nobody's use."""
-    fields = json.loads((folder / "plan.json").read_text())
+    _, made_with = load_plan(str(folder / "plan.json"))
     profile = gradcast.load_profile(str(folder / "profile.json"))
     blocks = []
     for buffer in sorted({tensor.buffer for tensor in profile.tensors}):
@@ -40,9 +40,9 @@ def make_by_hand(folder, mode):
             blocks.append(gradcast.Block(buffer=buffer, ranges=[ranges[part] for part in parts], reason="by hand"))
     plan = gradcast.Plan(blocks=blocks, policy="by hand", mode=mode, in_flight=2)
     plan.check(profile)
-    note = fields["made_with"] | {"hash": plan_hash(plan, profile)}
     path = folder / "by_hand.json"
-    path.write_text(json.dumps({**json.loads(plan.to_json()), "made_with": note}))
+    made_with["hash"] = plan_hash(plan, profile)
+    path.write_text(plan.replace(extra={"made_with": made_with}).to_json())
     return path, [(block.buffer, block.ranges) for block in plan.blocks]
 
 

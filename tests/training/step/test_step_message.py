@@ -8,7 +8,6 @@ from gradcast import _core
 from training.needs import torch
 
 pytest.importorskip("training.needs")
-from gradcast.files import tensor_fields, with_fields
 from gradcast.training.options import Options, Planning
 from gradcast.training.plan import candidates
 from gradcast.training.step.step_message import MESSAGE_NAME, message_tensor
@@ -17,11 +16,11 @@ from training.pool import on_ranks
 
 
 def with_message(profile):
-    tensors = tensor_fields(profile)
-    size = message_tensor([torch.empty(1)] * len(tensors), with_norms=True).nbytes
-    last = {"ready_ns": max(each["ready_ns"] for each in tensors), "need_ns": tensors[0]["need_ns"]}
-    message = tensors[0] | {"name": MESSAGE_NAME, "bytes": size, "update_ns": 0, **last}
-    return with_fields(profile, tensors=[message, *tensors])
+    tensors = profile.tensors
+    size_bytes = message_tensor([torch.empty(1)] * len(tensors), with_norms=True).nbytes
+    ready_ns, need_ns = max(each.ready_ns for each in tensors), tensors[0].need_ns
+    message = tensors[0].replace(name=MESSAGE_NAME, bytes=size_bytes, update_ns=0, ready_ns=ready_ns, need_ns=need_ns)
+    return profile.replace(tensors=[message, *tensors])
 
 
 PROFILES = [gradcast.load_profile(name) for name in ("resnet50", "vgg16", "gpt2")]

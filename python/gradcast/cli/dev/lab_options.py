@@ -25,14 +25,12 @@ def add_links(parser: argparse.ArgumentParser) -> None:
     add_hosts_option(parser, "number of hosts (default: 2, or as many as --bandwidth has)")
     bandwidths = "bandwidth of each host's link, each way; 2gbit,2gbit,1gbit gives each host its own"
     common.option(parser, "--bandwidth", "LIST", bandwidths, common.list_of(common.BANDWIDTH), "1gbit")
-    common.renamed(parser, rate="--bandwidth", rates="--bandwidth")
 
 
 def add_stand_in(parser: argparse.ArgumentParser) -> None:
     for name in ("forward", "backward"):
         words = f"stand-in: time of {name}, for instance 100ms (default: the profile's)"
         common.option(parser, f"--{name}", "TIME", words, common.DURATION)
-        common.renamed(parser, **{f"{name}_ms": f"--{name} 100ms"})
     size = "stand-in: multiply the bytes of every tensor (default: 1)"
     common.option(parser, "--scale-size", "FACTOR", size, common.factor(1e-6, 1e6))
 
@@ -54,7 +52,6 @@ def add_timeout_option(parser: argparse.ArgumentParser, default: str) -> None:
 
 def add_output_options(parser: argparse.ArgumentParser, what: str) -> None:
     common.option(parser, "--plot", "PNG", f"draw the {what}", common.not_empty)
-    common.renamed(parser, o="--plot", output="--plot")
     common.add_json_option(parser)
 
 

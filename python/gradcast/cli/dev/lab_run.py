@@ -21,7 +21,6 @@ def add_parser(commands: Any) -> None:
     lab_options.add_hosts_option(parser, "number of hosts", "2")
     bandwidth = "bandwidth of each host's link, each way"
     common.option(parser, "--bandwidth", "BANDWIDTH", bandwidth, common.BANDWIDTH, "100mbit")
-    common.renamed(parser, rate="--bandwidth")
     lab_options.add_latency_option(parser)
     lab_options.add_timeout_option(parser, "10min")
     parser.add_argument("script", nargs="+", metavar="SCRIPT", help="Python script and its arguments, after --")

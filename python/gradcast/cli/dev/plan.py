@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     parameters = dict(args.set or [])
     if args.uncertainty > 0:
         if args.policy != _core.DEFAULT_POLICY:
-            raise Error(f"--uncertainty only works with {_core.DEFAULT_POLICY}; leave it out for {args.policy}")
+            raise Error(f"--uncertainty only works with {_core.DEFAULT_POLICY}; omit it for {args.policy}")
         parameters["uncertainty"] = args.uncertainty
     options = {"policy": args.policy, "mode": args.mode, "in_flight": args.in_flight}
     plan = _core.make_plan(profile, network.link, **options, parameters=parameters)
@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> None:
 
 def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profile, network: Network) -> str:
     """Returns the plan as JSON with a record of what it was made from, so that a picture needs only the plan."""
-    text = plan.to_json()
     origin = {
         "profile": args.profile,
         "scale": args.scale,
@@ -78,8 +77,7 @@ def with_origin(plan: _core.Plan, args: argparse.Namespace, profile: _core.Profi
         "hash": plan_hash(plan, profile),
         "tensors": [tensor.name for tensor in profile.tensors],
     }
-    end = text.rindex("}")
-    return f'{text[:end].rstrip()},\n"made_with": {json.dumps(origin)}\n}}\n'
+    return plan.replace(extra={**plan.extra, "made_with": origin}).to_json()
 
 
 def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> None:
@@ -111,7 +109,7 @@ def _print(args: argparse.Namespace, profile: _core.Profile, network: Network, p
 
 
 def _worst_case(args: argparse.Namespace, profile: _core.Profile, network: Network, plan: _core.Plan) -> str:
-    """Describes what --uncertainty gains: the worst of its nine links, with and without it."""
+    """Describes the gain of --uncertainty: the worst of its nine links, with and without it."""
 
     def certain(link: _core.LinkModel) -> _core.Plan:
         parameters = dict(args.set or [])

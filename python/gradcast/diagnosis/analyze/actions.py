@@ -1,4 +1,4 @@
-"""What would make a step shorter, and by how much: each action as ``play`` predicts it on the measured profile.
+"""Predicted gains of actions that make a step shorter, from ``play`` on the measured profile.
 
 A prediction is the measured step plus the change that ``play`` predicts. Its interval comes from the low and high ends
 of the network's costs, between which nine tenths of the measured blocks lie, or from the interval of the part of the
@@ -15,7 +15,6 @@ from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
 from gradcast.diagnosis.analyze.step_breakdown import COMPUTE, DATA, Breakdown, synchronized_ms
 from gradcast.diagnosis.runs import WORTHWHILE_SPEEDUP
-from gradcast.files import tensor_fields, with_fields
 from gradcast.host_traffic import RING, WIRE_SHARES, WORTHWHILE_COST, Hosts, wire_cost
 
 _MS = 1e6
@@ -35,7 +34,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Situation:
-    """What the predictions start from.
+    """The basis of the predictions.
 
     * ``profile``: as ``attach`` measured it in this training, so that forward includes the loop's own work, but with
       the link of a ring in fp32, which DDP uses; None if there was no trial.
@@ -56,7 +55,7 @@ class Situation:
         return self.breakdown.step.value
 
     def byte_cost(self, wire: str) -> float:
-        """What gradcast's bytes cost in this format, as a multiple of those of DDP's ring."""
+        """Returns the cost of gradcast's bytes in this format, as a multiple of that of DDP's ring."""
         return wire_cost(self.hosts, wire, fp32_form=RING, on_device=self.setup.device != "cpu")
 
     @property
@@ -97,20 +96,21 @@ def overlap_left_out(situation: Situation) -> str | None:
     if situation.profile is None or not situation.setup.gradients_used:
         return None
     return (
-        "Overlap mode, which sends gradients during the next forward pass, was left out: your loop writes into the "
+        "Overlap mode, which sends gradients during the next forward pass, was omitted: your loop writes into the "
         "gradients between backward and step(), as clipping and a GradScaler do, and waits for all of them there."
     )
 
 
 def early_waits(situation: Situation) -> list[dict[str, Any]]:
-    """The lines of the loop that make overlap mode wait, the worst first; predicted ms are None without a profile."""
+    """Returns the lines of the loop that make overlap mode wait, the worst first; ms is None without a profile."""
     profile, found = situation.profile, []
     for use in situation.setup.early_uses:
         ms = None
         if profile is not None:
             names, link = use["parameters"], situation.own_link
-            tensors = [each | ({"need_ns": 0} if each["name"] in names else {}) for each in tensor_fields(profile)]
-            early = with_fields(profile, tensors=tensors)
+            early = profile.replace(
+                tensors=[each.replace(need_ns=0) if each.name in names else each for each in profile.tensors]
+            )
             ends_ns = [_core.make_plan(each, link, mode="overlap").predicted_ns for each in (early, profile)]
             ms = max(0.0, (ends_ns[0] - ends_ns[1]) / _MS)
         found.append({key: use[key] for key in ("where", "what", "advice")} | {"ms": ms})
@@ -257,10 +257,10 @@ def _action(
 
 
 def _with_passes(situation: Situation, after_ms: float, passes: Sequence[str] = _PASSES) -> float:
-    """Keeps the passes in the step, whatever else an action removes.
+    """Keeps the passes in the step. Passes too short to be measured promise nothing.
 
-    Otherwise a step of nearly 0 would be promised if an interval is as wide as the step, or if the network was slower
-    during the trial than in the training. Passes too short to be measured promise nothing.
+    Otherwise an interval as wide as the step, or a network that was slower during the trial, would promise a step of
+    nearly 0.
     """
     passes_ms = sum(situation.breakdown.parts[part].value for part in passes)
     return max(after_ms, min(situation.step_ms, passes_ms)) if passes_ms > 0 else situation.step_ms

@@ -32,7 +32,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the rules look at. ``hosts`` are all hosts of the training; every parameter of it has a gradient."""
+    """The input of the rules. ``hosts`` are all hosts of the training; every parameter of it has a gradient."""
 
     setup: TrainingSetup
     hosts: Sequence[HostCpu]
@@ -93,14 +93,14 @@ def _parameter_order(evidence: Evidence) -> _Found:
     blocked_ms = max(latest - ready for latest, ready in zip(accumulate(ready_ms, max), ready_ms, strict=True))
     if blocked_ms > BLOCKED * seen.backward_ms:
         title = "parameters are not registered in the order of use: a ready bucket waits "
-        remedy = "create modules in the order of their calls, or leave find_unused_parameters out, so that DDP reorders"
+        remedy = "create modules in the order of their calls, or omit find_unused_parameters, so that DDP reorders"
         yield "parameter_order", title + f"{blocked_ms:.1f} ms for another", remedy
 
 
 def _find_unused(evidence: Evidence) -> _Found:
     if evidence.setup.find_unused_parameters:
         title = "find_unused_parameters=True, but every parameter was used: DDP searches the graph in each step in vain"
-        yield "find_unused_parameters", title, "leave find_unused_parameters out"
+        yield "find_unused_parameters", title, "omit find_unused_parameters"
 
 
 def _broadcast(evidence: Evidence) -> _Found:

@@ -7,7 +7,6 @@ from gradcast import _core
 from gradcast.comparison import ddp_baseline
 from gradcast.diagnosis.analyze.estimates import Estimate
 from gradcast.diagnosis.analyze.measurements import TrainingSetup
-from gradcast.files import tensor_fields, with_fields
 from gradcast.intervals import united
 
 # Candidate caps of all buckets if DDP's first bucket is late; smaller ones than torch's default.
@@ -19,7 +18,7 @@ _MS = 1e6
 
 @dataclass(frozen=True)
 class Layout:
-    """When gradients become ready, and how DDP lays out its buckets.
+    """Ready times of gradients, and DDP's buckets.
 
     ``buckets`` are in the order in which they are sent, as indices into ``ready_ms``, which is from the start of
     backward. ``best_cap_mib`` is the bucket size with the shortest predicted step.
@@ -71,11 +70,14 @@ def predicted(
 
 
 def _with_even_gradients(profile: _core.Profile) -> _core.Profile:
-    """Gradients become ready evenly over backward, the least urgent first, about as with layers compiled one by one."""
-    tensors = tensor_fields(profile)
-    for index, tensor in enumerate(tensors):
-        tensor["ready_ns"] = round(profile.backward_ns * (1 - index / len(tensors)))
-    return with_fields(profile, tensors=tensors)
+    """Spreads ready times evenly over backward, the least urgent first, about as with layers compiled one by one."""
+    count = len(profile.tensors)
+    return profile.replace(
+        tensors=[
+            tensor.replace(ready_ns=round(profile.backward_ns * (1 - index / count)))
+            for index, tensor in enumerate(profile.tensors)
+        ]
+    )
 
 
 def buckets(

@@ -1,4 +1,4 @@
-"""What every rank measured, and what is the same on all of them."""
+"""The measurements of each rank, and the setup that all ranks share."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class RankMeasurements:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What is the same on all ranks."""
+    """Facts that are the same on all ranks."""
 
     backend: str
     device: str  # "cpu" or "cuda"
@@ -62,7 +62,7 @@ def aligned_traces(ranks: Sequence[RankMeasurements]) -> list[RankTrace]:
 
 
 def option_costs(ranks: Sequence[RankMeasurements]) -> dict[str, Estimate]:
-    """Returns what each measured DDP option, and too many threads ("threads"), cost the slowest rank per step."""
+    """Returns the cost of each measured DDP option, and of too many threads, per step of the slowest rank."""
     with_it = [each.steps.probes["cluster"]["step"] for each in ranks]
 
     def cost(*drawn: Sequence[float]) -> float:

@@ -120,13 +120,13 @@ def _waits_ms(each: RankSteps, sync_phases: Sequence[Sequence[str]]) -> list[flo
 
 
 def _growth(hosts: Hosts) -> scaling.Options:
-    """Costs inside hosts, or between hosts of several ranks each, say nothing about the other kind."""
+    """Separates costs inside hosts from those between hosts, which say nothing about each other."""
     per_node = max(hosts.sizes)
     return scaling.Options(nodes=Nodes(per_node) if per_node > 1 else None)
 
 
 def gain_of_streams(network: dict[str, Any] | None) -> float | None:
-    """How many times one TCP stream's bytes several carry, in the median pair. None if unknown, or Gloo has several."""
+    """Returns the gain of several TCP streams over one in the median pair; None if unknown, or if Gloo has several."""
     pairs = [] if network is None else network["pairs"]
     if any(network["connections"] >= pair["streams"] for pair in pairs):
         return None

@@ -15,7 +15,7 @@ _MS = 1e6
 
 
 def measured(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    """The key "timeline" of doctor.json: the last step that is complete on every rank, from traces on one clock."""
+    """Returns the key "timeline" of doctor.json: the last step that all ranks have completed, from aligned traces."""
     number = _shown_step(ranks)
     if number is None:
         return []

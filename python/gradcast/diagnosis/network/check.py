@@ -1,4 +1,4 @@
-"""Measures the network and what Gloo makes of it: pairs of hosts over raw TCP and over Gloo, and all-reduces by size.
+"""Measures the network and Gloo's share of it: pairs of hosts over raw TCP and over Gloo, and all-reduces by size.
 
 Takes about ten seconds, in which nothing else should use the network. Collective. Ranks on one host share its link, so
 one rank of each host measures the pairs.
@@ -42,7 +42,7 @@ def check(
 
     Collective over ``group``. ``progress`` gets a line on rank 0 whenever a new measurement begins. ``device_type`` is
     that of the training's gradients and decides which backend carries them; the check itself always measures Gloo on
-    the CPU. ``seconds`` is how long it may take; it takes somewhat longer on slow links or with more than 8 hosts.
+    the CPU. ``seconds`` is the time to spend; slow links or more than 8 hosts take somewhat longer.
     Raises Error, naming the missing ranks, if a rank is gone.
     """
     if group.world_size == 1:
@@ -101,7 +101,7 @@ def _as_json(pair: Pair) -> dict[str, Any]:
 
 
 def _control(group: Group) -> Group:
-    """Makes a Gloo group with its own timeout, separate from other uses of ``group``, whatever the backend."""
+    """Makes a Gloo group with its own timeout, independent of the backend and of other uses of ``group``."""
     limit = datetime.timedelta(seconds=_TIMEOUT_S)
     own = lasting_group(dist.get_process_group_ranks(group.own), limit, "gloo", "network check")
     return Group(group.rank, group.world_size, group.shared, own, _TIMEOUT_S)

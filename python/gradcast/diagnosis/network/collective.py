@@ -1,4 +1,4 @@
-"""Measures what an all-reduce costs, by its size. Collective."""
+"""Measures the cost of an all-reduce by its size. Collective."""
 
 import statistics
 import time
@@ -39,7 +39,7 @@ def samples(group: Group, seconds: float) -> list[tuple[int, float]]:
 
 
 def fitted(found: list[tuple[int, float]], world_size: int) -> dict[str, Any]:
-    """The key "network.collective" of doctor.json. A ring sends 2 (n - 1) / n times the bytes over each link."""
+    """Returns the key "network.collective" of doctor.json. A ring sends 2 (n - 1) / n of the bytes over each link."""
     fit = _core.fit_op_cost(found, max_pieces=1)
     piece = fit.cost.pieces[0]
     beta = piece.beta_ns_per_byte

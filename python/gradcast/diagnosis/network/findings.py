@@ -20,7 +20,7 @@ SLOW_SHARE = 0.75
 FASTER_INTERFACE_GAIN = 1.5
 # TCP reaches 94 % of an Ethernet's nominal speed. If it reaches only half, something else is the limit.
 NOMINAL_SHARE = 0.5
-# One way. Hosts in one data centre are 20 to 150 us apart, hosts of one region up to 1 ms. An all-reduce of n hosts has
+# One way. Between hosts of one data centre it is 20 to 150 us, of one region up to 1 ms. An all-reduce of n hosts has
 # 2 (n - 1) hops one after the other, so with 1 ms every block of four hosts starts with 6 ms.
 LATENCY_HIGH_US = 1000.0
 
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What was measured between two hosts; the field names are those of doctor.json.
+    """The measurements between two hosts; the field names are those of doctor.json.
 
     ``a`` and ``b`` are ranks, one of each host. A rate is that of the slower direction; None if it could not be
     measured, and then ``fault`` says why. ``alpha_us`` and ``beta_ns_per_byte`` are the cost of a message over Gloo.
@@ -56,7 +56,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class NetworkMeasurements:
-    """What the check measured. ``hosts`` are those of the pairs, by rank.
+    """The check's measurements. ``hosts`` are those of the pairs, by rank.
 
     With one host there is a pair of its ranks, which is not judged, because no network is between them. ``backend``
     carries the training's gradients. ``alternatives`` are other interfaces, with their Gbit/s between the hosts of the
@@ -97,7 +97,7 @@ class NetworkMeasurements:
 
 
 def findings(measured: NetworkMeasurements) -> list[Finding]:
-    """The most serious come first, and last what the check cannot tell. Without any: how far the link is the limit."""
+    """Returns the findings, the most serious first. Without any, one says how far the link is the limit."""
     if measured.one_host:
         return list(_other_backend(measured))
     rules = (_unmeasured, _interface, _slow_hosts, _slow_pairs, _one_connection, _gloo, _nominal, _latency)
@@ -138,7 +138,7 @@ def _interface(measured: NetworkMeasurements) -> Iterator[Finding]:
 
 
 def _slow_hosts(measured: NetworkMeasurements) -> Iterator[Finding]:
-    """A host that seems slow is so if a good host shows it: one in a pair with a slow host is slow there, too."""
+    """Confirms a suspect by a pair with a good host, since a pair with a slow host is slow on both sides."""
     best, suspects = measured.best_by_host, _suspects(measured)
     slow = {
         host
@@ -288,7 +288,7 @@ def _other_backend(measured: NetworkMeasurements) -> Iterator[Finding]:
     if not measured.is_gloo:
         yield Finding(
             "other_backend",
-            f"The training's gradients travel over {measured.backend}, but this check measures Gloo on the CPU, "
+            f"The training's gradients are sent over {measured.backend}, but this check measures Gloo on the CPU, "
             "including the all-reduce. Raw TCP shows what the network carries, but not what "
             f"{measured.backend} makes of it",
         )
@@ -312,7 +312,7 @@ def _usual(best: Mapping[int, float]) -> float:
 
 
 def _suspects(measured: NetworkMeasurements) -> set[int]:
-    """Hosts that seem slow. With two hosts there is no telling which one it is."""
+    """Returns the hosts that seem slow; none of two hosts, where the slow one is unknown."""
     best = measured.best_by_host
     return {host for host, rate in best.items() if len(best) > 2 and rate < SLOW_SHARE * _usual(best)}
 

@@ -1,4 +1,4 @@
-"""The ranks' hosts: what each rank knows of its own host, and which pairs are measured."""
+"""The ranks' hosts: the interfaces that each rank sees, and the pairs to measure."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def names(hosts: Sequence[Identity]) -> list[str]:
 def common_alternatives(hosts: Sequence[HostInterfaces]) -> list[str]:
     """Lists interfaces that all of these hosts could use instead, the highest nominal speed first.
 
-    Interfaces with the same address on several hosts, such as docker0, are left out: the address leads to the own host.
+    Interfaces with the same address on several hosts, such as docker0, are omitted: the address leads to the own host.
     """
     speeds: dict[str, int] = {}
     for each in hosts[0].others():
@@ -76,7 +76,7 @@ def common_alternatives(hosts: Sequence[HostInterfaces]) -> list[str]:
 
 
 def rounds(host_count: int) -> Rounds:
-    """With three hosts or more, every host is in at least two pairs. The lower host comes first in each pair."""
+    """Returns pairs of hosts, the lower one first. Of three hosts or more, each is in at least two pairs."""
     if host_count < 2:
         return []
     if host_count <= ALL_PAIRS_HOSTS_MAX:

@@ -1,6 +1,6 @@
 """This host's network interfaces, and which of them Gloo uses.
 
-On Linux, files and two system calls tell everything. On other systems only the names are known.
+On Linux, files and two system calls have all facts. On other systems only the names are known.
 """
 
 import array
@@ -107,7 +107,7 @@ def _hostname_address() -> str | None:
 
 
 def is_link_local(address: str) -> bool:
-    """Whether an address is valid on one link only, and needs the interface's name, which other hosts may not have."""
+    """Returns True for an address of one link only, which needs the name of an interface of the host that uses it."""
     return address.lower().startswith("fe80:")
 
 
@@ -142,7 +142,7 @@ def _ipv6_addresses() -> dict[str, list[str]]:
 
 
 def _is_physical(folder: Path, depth: int = 4) -> bool:
-    """Whether hardware is below the interface. ``depth``: a VLAN on a bond on a card has three levels."""
+    """Returns True if hardware is below the interface. ``depth``: a VLAN on a bond on a card has three levels."""
     if (folder / "device").exists():
         return True
     kind = next((line[8:] for line in system_file(folder / "uevent").splitlines() if line.startswith("DEVTYPE=")), "")

@@ -37,7 +37,7 @@ Samples = list[tuple[int, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What all parts of the check need. ``hosts``, and the ``addresses`` on which they listen, are by rank."""
+    """The context of all measurements. ``hosts``, and the ``addresses`` on which they listen, are by rank."""
 
     group: Group  # over Gloo, for the check alone
     hosts: Sequence[HostInterfaces]
@@ -112,7 +112,7 @@ def _line(samples: Samples) -> tuple[float, float, float]:
 
 
 def one_way_gbit_per_s(network: Network, pair: tuple[int, int]) -> float | None:
-    """The rate of one stream from the second of the pair to the first; None if it fails, and on all other ranks."""
+    """Returns the rate of one stream to the first of the pair; None if it fails, and on all other ranks."""
     first, second = pair
     token = tcp.pair_token(network.token, pair)
     try:
@@ -135,7 +135,7 @@ def _own_pairs(network: Network, rounds: Rounds, what: str) -> Iterator[tuple[in
 
 
 def _measure(network: Network, pair: tuple[int, int], seconds: float) -> tcp.ReceivedRates:
-    """The higher rank connects to the lower one."""
+    """Measures a pair; the higher rank connects to the lower one."""
     first, second = pair
     token = tcp.pair_token(network.token, pair)
     if network.group.rank == first:

@@ -1,7 +1,7 @@
-"""Raw TCP between two ranks: what the network can do without Gloo.
+"""Raw TCP between two ranks: the network without Gloo.
 
-One rank listens and the other connects. The order of the measurements tells both who sends. Every wait has a timeout,
-and an error says which rank this rank waited for. Connections send the pair's token first, so that strangers'
+One rank listens and the other connects. The order of the measurements decides who sends. Every wait has a timeout,
+and an error names the rank that this rank waited for. Connections send the pair's token first, so that strangers'
 connections, and those of a pair that was given up but still waits to be accepted, are not measured.
 
 Thread safety: each call uses threads of its own and joins them; a ``Listener`` is for one thread.
@@ -45,7 +45,7 @@ ListenAddress = tuple[str, int]  # host and port
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedRates:
-    """Rates of what one side received. ``latency_us`` is one way; only the connecting side measures it."""
+    """Rates at which one side received. ``latency_us`` is one way; only the connecting side measures it."""
 
     one_bits_per_s: float
     several_bits_per_s: float
@@ -100,7 +100,7 @@ class Listener:
 
 
 def _read_hello(connection: socket.socket, token: bytes, within_s: float) -> float | None:
-    """The seconds that the other side wants to measure; None if the connection is not of this measurement."""
+    """Returns the seconds that the other side measures; None if the connection is not of this measurement."""
     try:
         shown, seconds = _HELLO.unpack(_exactly(connection, _HELLO.size, time.monotonic() + within_s))
     except (OSError, struct.error):
@@ -159,7 +159,7 @@ def answer_one_way(listener: Listener, token: bytes, whom: str) -> float:
 
 
 def _with_scope(host: str) -> str:
-    """A link-local address needs the interface, whose name may differ between hosts."""
+    """Appends the interface to a link-local address; its name may differ between hosts."""
     return f"{host}%{chosen(interfaces()).interface}" if is_link_local(host) else host
 
 
@@ -270,7 +270,7 @@ def _received_bits_per_s(connections: Sequence[socket.socket], seconds: float, w
 
 
 def bits_per_s(streams: Sequence[Sequence[Record]], seconds: float) -> float:
-    """The rate of all streams together; 0 if too little arrived to tell. Bytes after ``seconds`` do not count. Pure."""
+    """Returns the rate of all streams together; 0 if too little arrived. Bytes after ``seconds`` do not count. Pure."""
     records = sorted(record for stream in streams for record in stream)
     if len(records) < 2:
         return 0.0

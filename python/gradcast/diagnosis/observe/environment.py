@@ -1,4 +1,4 @@
-"""What ``lint`` needs to know of a process and its host: a variable, threads, and the cores that it may use."""
+"""Facts of a process and its host for ``lint``: a variable, threads, and usable cores."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from gradcast.host_traffic import Hosts
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
-# Containers on one host each see their own group as the root; this tells them apart.
+# Containers on one host each see their own group as the root; this differs between them.
 _NAMESPACE = Path("/proc/self/ns/cgroup")
 
 

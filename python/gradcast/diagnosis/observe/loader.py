@@ -1,6 +1,6 @@
-"""Times how long a training loop waits for DataLoaders, and whether their workers read or prepare data meanwhile.
+"""Times a training loop's waits for DataLoaders, and the reading and preparing of their workers.
 
-The clock of a worker's thread tells the two apart. Time in which it computes, or waits for a core, is preparation; time
+The clock of a worker's thread separates the two. Time in which it computes, or waits for a core, is preparation; time
 in which it waits for anything else is reading. Workers write into shared memory that they inherit. Therefore only
 workers that are forked after the timer was made are seen (fork is Linux's default up to Python 3.13). If a worker reads
 in threads of its own, or from the page cache, that counts as preparation.
@@ -86,7 +86,7 @@ class LoaderTimer:
 
 
 def _busy_ns() -> int:
-    """Returns how long this thread has computed or waited for a core."""
+    """Returns the time in which this thread has computed or waited for a core."""
     try:
         waited_ns = int(_RUN_QUEUE.read_text().split()[1])
     except (OSError, IndexError, ValueError):

@@ -35,8 +35,9 @@ _MS = 1e6
 
 
 class Observer:
-    """Observes one module until ``close()``. Calls ``step_ended()`` at the end of each step that used the module, and
-    records what each did from step number ``keep_from`` on.
+    """Observes one module until ``close()``. Calls ``step_ended()`` at the end of each step that used the module.
+
+    Records steps for a replay from step number ``keep_from`` on.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Observer:
         self._step_ended = lambda: None
 
     def _watching_scaler(self, scaler_step: Callable[..., Any]) -> Callable[..., Any]:
-        """A GradScaler writes into gradients without changing their versions, so its calls are watched instead."""
+        """Watches a GradScaler's calls, since it writes into gradients without changing their versions."""
 
         @functools.wraps(scaler_step)
         def step(scaler: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What a step fed into the model and what came back into it, so that the step can be replayed without its loop.
+"""Recorded steps, which can be replayed without their loop.
 
-A recorded step holds the inputs of each forward pass and the gradients that the loss sent into its outputs. A replay
-makes the model compute and communicate what the step did, without the loss, the data loading or the schedulers.
+A recorded step holds the inputs of each forward pass and the gradients of its outputs. A replay computes and
+communicates the same, without the loss, the data loading or the schedulers.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def _forward(model: Any, each: RecordedPass) -> list[torch.Tensor | None]:
 
 
 def _fitting(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Ranks must go on alike even if a random shape differs from the recorded one."""
+    """Replaces a gradient of another shape than the output's, so that all ranks run the same operations."""
     if gradient.shape == output.shape and gradient.dtype == output.dtype:
         return gradient
     return torch.full_like(output, 1e-3)

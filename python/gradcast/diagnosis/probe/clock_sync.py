@@ -1,8 +1,7 @@
-"""Measures how far the ranks' clocks are apart, with messages back and forth.
+"""Measures the offsets between the ranks' clocks with messages back and forth.
 
-Nothing is assumed about how long a message takes, except that it takes some time each way: the other clock was read
-between sending and receiving. The shorter the round trip, the smaller this uncertainty. So the shortest one counts and
-the others are dropped, as NTP does; an average would include queueing delays.
+The other clock was read at some time between sending and receiving. So the shortest round trip is the most accurate one
+and alone counts, as in NTP; an average would include queueing delays.
 """
 
 import time
@@ -27,7 +26,7 @@ class Ping(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """How far the answering clock is ahead at ``at_ns`` on that clock, within ``error_ns``."""
+    """The lead of the answering clock at ``at_ns`` on that clock, within ``error_ns``."""
 
     offset_ns: float
     error_ns: float
@@ -35,7 +34,7 @@ class ClockOffset(NamedTuple):
 
 
 def offsets(group: Group) -> list[ClockOffset]:
-    """The offset of each rank's clock (time.perf_counter_ns) to rank 0's; an empty list on other ranks. Collective."""
+    """Returns each clock's offset (time.perf_counter_ns) to rank 0's; an empty list on other ranks. Collective."""
     found = [ClockOffset(0.0, 0.0, time.perf_counter_ns())] if group.rank == 0 else []
     for rank in range(1, group.world_size):
         if group.rank == 0:
@@ -73,7 +72,7 @@ def clock_offset(pings: Sequence[Ping]) -> ClockOffset:
 
 
 def clock_between(first: ClockOffset, second: ClockOffset) -> Clock:
-    """A clock from comparisons before and after a run. It drifts evenly if they differ by more than their errors."""
+    """Returns a clock from comparisons before and after a run; it drifts if they differ by more than their errors."""
     passed_ns = second.at_ns - first.at_ns
     gained_ns = second.offset_ns - first.offset_ns
     if passed_ns <= 0 or abs(gained_ns) <= first.error_ns + second.error_ns:

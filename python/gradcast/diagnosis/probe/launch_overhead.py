@@ -1,4 +1,4 @@
-"""How long operations run in each stage of a step. The rest of the stage is launch overhead.
+"""Measures the time of operations in each stage of a step. The rest of the stage is launch overhead.
 
 Some of the doctor's steps on this rank alone are recorded by torch's profiler. A GPU computes while a kernel or a copy
 runs on it; when it idles, it waits for the next launch ("launch-bound"). A CPU computes while an operation of torch or
@@ -56,10 +56,9 @@ class Interval(NamedTuple):
 def computing_ms(
     prober: Prober, model: Any, device: torch.device, usual_ms: Mapping[str, float]
 ) -> dict[str, list[float]] | str:
-    """Returns the computing ms of each recorded step, by stage; or a sentence that says why this rank cannot tell.
+    """Returns the computing ms of each recorded step, by stage; or a sentence that says why that is unknown.
 
-    ``usual_ms`` has the stages' times without the profiler. Collective, like all steps of ``prober``, also on a rank
-    that cannot tell.
+    ``usual_ms`` has the stages' times without the profiler. Collective, also where the result is unknown.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

@@ -1,4 +1,4 @@
-"""Times each layer's forward and backward pass with hooks, to tell in which layer a rank is slow."""
+"""Times each layer's forward and backward pass with hooks, to find the layer in which a rank is slow."""
 
 import functools
 from typing import Any

@@ -1,10 +1,10 @@
-"""Runs extra steps that leave out part of what an ordinary step does, to tell what each part costs.
+"""Runs extra steps that omit part of an ordinary step, to measure the cost of that part.
 
 The steps replay recorded ones between two ordinary steps, while a snapshot holds the training's state. Gradients are
 sent by further DistributedDataParallel wrappers around the same module, with the user's options and other groups of
 ranks: all of them ("cluster"), those of this node ("node"), or this rank alone ("alone"), for which DDP does everything
-but send. The user's own wrapper takes no part: it reduces only after a forward pass of its own. (With
-find_unused_parameters it does record which gradients have arrived. Therefore every step has to produce all of them.)
+but send. The user's own wrapper is idle: it reduces only after a forward pass of its own. (With find_unused_parameters
+it does record which gradients have arrived. Therefore every step has to produce all of them.)
 """
 
 import collections
@@ -36,7 +36,7 @@ _ROUNDS_WANTED_MIN = 4
 
 
 def kinds(nodes: Sequence[Sequence[int]]) -> dict[str, str]:
-    """The kind of step that stands for each: two coincide if a node holds a single rank, or all of them."""
+    """Returns the kind of step that is run for each: two coincide if a node holds a single rank, or all of them."""
     run = {name: name for name in ("alone", "node", "cluster")}
     if len(nodes) == 1:
         run["node"] = "cluster"
@@ -147,7 +147,7 @@ class Prober:
 
 @contextlib.contextmanager
 def _computing_with(threads: int | None) -> Iterator[None]:
-    """None changes nothing."""
+    """Sets the number of threads for the block; None changes nothing."""
     usual = torch.get_num_threads()
     torch.set_num_threads(threads or usual)
     try:
@@ -161,7 +161,7 @@ def step_count(kind_count: int, rounds: int) -> int:
 
 
 def round_count(kind_count: int, observed_steps: int, affordable_steps: float) -> int:
-    """How many rounds fit into ``affordable_steps``: at least 1, and at most 4 unless more steps were observed."""
+    """Returns the rounds that fit into ``affordable_steps``: 1 to 4, or more if more steps were observed."""
     per_round = step_count(kind_count, 1) - step_count(kind_count, 0)
     wanted = max(_ROUNDS_WANTED_MIN, observed_steps // STEPS_PER_TURN)
     return max(1, min(wanted, int(affordable_steps / per_round)))

@@ -2,8 +2,7 @@
 
 Saved are the module's parameters, buffers and gradients, further parameters of the optimizers, the optimizers' state
 and settings, and the random generators of torch, NumPy and Python. The loop, its data, schedulers and scalers are not
-saved because the steps do not use them. What a module's forward keeps outside of its buffers cannot be seen and is not
-saved.
+saved because the steps do not use them. State that a module's forward keeps outside of its buffers is not saved.
 
 Until the restore, learning rates are 0, so that any number of steps leaves the parameters unchanged, and hooks on
 optimizers are disabled.

@@ -1,7 +1,7 @@
-"""Trains a few steps with gradcast attached: measures what it plans and how long its steps take.
+"""Trains a few steps with gradcast attached, for its plans and their step times.
 
 gradcast is attached to the module inside the user's wrapper, trains on the recorded steps, waits between two steps as
-long as the user's loop does, and is detached again. So the profile is what ``attach`` would measure in this training.
+long as the user's loop does, and is detached again. So ``attach`` would measure the same profile in this training.
 """
 
 import itertools

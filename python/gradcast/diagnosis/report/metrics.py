@@ -51,13 +51,13 @@ def flat(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat_stats(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of ``handle.stats()``. Booleans become 1 and 0; texts are left out."""
+    """Returns the numbers of ``handle.stats()``. Booleans become 1 and 0; texts are omitted."""
     causes = {f"alarm/{cause}": value for cause, value in _alarms(stats).items()}
     return {f"{_PREFIX}/{key}": value for key, value in (_numbers(stats) | causes).items()}
 
 
 def _alarms(stats: Mapping[str, Any]) -> dict[str, int]:
-    """By cause: 1 if there is an alarm now. Empty if nobody watches yet."""
+    """Returns 1 for each cause with an active alarm, else 0; empty before alarms are watched."""
     if stats.get("alarms") is None:
         return {}
     active = {alarm["cause"] for alarm in stats["alarms"]}

@@ -1,4 +1,4 @@
-"""Compares two runs of ``gradcast doctor``: what differs, and whether by more than chance. Pure."""
+"""Compares two runs of ``gradcast doctor``: differences, and whether they exceed chance. Pure."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ class ComparedValue(NamedTuple):
     a: float | None
     b: float | None
     difference: float | None
-    clear: bool | None  # whether the intervals lie apart; None if one of them is unknown
+    clear: bool | None  # the intervals do not overlap; None if one of them is unknown
 
 
 class RunComparison(NamedTuple):

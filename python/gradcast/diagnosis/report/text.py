@@ -11,7 +11,7 @@ _CELL_WIDTH = 76
 
 
 def text(result: dict[str, Any]) -> str:
-    """Returns the verdict, then the measurements behind it, then what to do."""
+    """Returns the verdict, then the measurements behind it, then the actions."""
     paragraphs = [_verdict(result), _parts(result), *_slow_rank(result), *_network(result), *_mistakes(result)]
     paragraphs += [*_actions(result), *_left_out(result)]
     return "\n\n".join(paragraphs) + "\n"

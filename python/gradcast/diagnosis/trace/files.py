@@ -69,7 +69,7 @@ def _unpacked(data: bytes, path: str | Path) -> bytes:
 
 
 def _check_ranks(trace: dict[str, Any]) -> None:
-    """The number of a rank becomes the name of a file."""
+    """Refuses ranks outside of the world: the number of a rank becomes the name of a file."""
     world_size = trace["distributedInfo"]["world_size"]
     for index, event in enumerate(trace["traceEvents"]):
         if event["pid"] >= world_size:
@@ -77,12 +77,8 @@ def _check_ranks(trace: dict[str, Any]) -> None:
             raise wrong.inside("pid").inside(index).inside("traceEvents")
 
 
-def of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Returns what one rank did in the form that HTA expects: its rank number first, and known names and streams."""
-    return _of_rank(trace, rank, [event for event in trace["traceEvents"] if event["pid"] == rank])
-
-
-def _of_rank(trace: dict[str, Any], rank: int, own: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def of_rank(trace: dict[str, Any], rank: int, own: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a rank's ``own`` events in the form that HTA expects: rank number first, known names and streams."""
     others = [event for event in own if event.get("cat") != "compute"]
     compute = _flattened(event for event in own if event.get("cat") == "compute")
     events = [_in_hta_form(event) for event in [*others, *compute]]
@@ -104,7 +100,7 @@ def save_per_rank(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     paths = []
     for rank in sorted(ranks):
         paths.append(Path(folder) / f"rank{rank}.json.gz")
-        write_file(paths[-1], _gzip(json.dumps(_of_rank(trace, rank, ranks[rank]))), "trace")
+        write_file(paths[-1], _gzip(json.dumps(of_rank(trace, rank, ranks[rank]))), "trace")
     return paths
 
 

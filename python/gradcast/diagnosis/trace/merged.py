@@ -1,10 +1,10 @@
 """Merges the traces of all ranks into one on rank 0's clock. Pure: events in, Chrome's JSON as a dict out
 (docs/guide/report.md).
 
-Each rank hands over its events as a ``RankTrace``: numbers only, with the description of each block once in a table. So
-a step of 30 blocks is a few kB on its way to rank 0, and tensor names stand in the merged trace once, not with every
-block of every step. Each rank becomes a process with the lanes "steps", "compute" and "link". Blocks that are in flight
-together get lanes of their own ("link 2"), because events of one lane must nest.
+Each rank sends its events as a ``RankTrace``: numbers only, with the description of each block once in a table. So a
+step of 30 blocks is a few kB, and tensor names stand in the merged trace once, not with every block of every step. Each
+rank becomes a process with the lanes "steps", "compute" and "link". Blocks that are in flight together get lanes of
+their own ("link 2"), because events of one lane must nest.
 """
 
 import bisect
@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-# Shorter spans are left out. Checking whether something has arrived takes some microseconds at every parameter that is
-# read; these checks cannot be seen beside steps of milliseconds, and would be most of the events.
+# Shorter spans are omitted: checks for arrivals at every parameter that is read, which take some microseconds and would
+# be most of the events.
 _SHORTEST_NS = 20_000
 _STEPS, _COMPUTE, _LINK = 0, 1, 2
 
@@ -59,7 +59,7 @@ class BlockSpan(NamedTuple):
 
 @dataclasses.dataclass
 class RankTrace:
-    """What one rank recorded, on its own clock. ``table`` has the bytes, tensors and reason of each kind of block."""
+    """The record of one rank, on its own clock. ``table`` has the bytes, tensors and reason of each kind of block."""
 
     rank: int
     host: str = ""

@@ -210,11 +210,10 @@ def unseen_reads(state: dict[str, Any]) -> dict[str, UnseenRead]:
 
 def plan_text(plan: _core.Plan, profile: _core.Profile, profile_path: str | None) -> str:
     """The text of a plan file. It names the order of the tensors and, if given, the file of the profile."""
-    fields = json.loads(plan.to_json())
     made_with = {"hash": plan_hash(plan, profile), "tensors": [tensor.name for tensor in profile.tensors]}
     if profile_path is not None:
         made_with["profile"] = profile_path
     if profile.link is not None:
         made_with["network"] = "the measured network"
         made_with["link"] = json.loads(profile.link.to_json())
-    return json.dumps({**fields, "made_with": made_with}, indent=1) + "\n"
+    return plan.replace(extra={**plan.extra, "made_with": made_with}).to_json()

@@ -1,7 +1,6 @@
 """Candidate plans for a measured profile, and the choice between them by how they do in the measured steps."""
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -49,7 +48,7 @@ def best_for_steps(
         return statistics.fmean(typical_of(steps, link, plan, share, variation.call_ns).step_ns for link in links)
 
     present = present or min((choose_plan(profile, mode, options) for mode in modes), key=step_ns)
-    others = [measured_profile.replace_link(profile, own.scaled(each, each)) for each in _OTHER_LINKS]
+    others = [profile.replace(link=own.scaled(each, each)) for each in _OTHER_LINKS]
     candidates = [choose_plan(each, mode, options) for each in others for mode in modes]
     if variation.call_ns > 0 and options.plan.policy in _FEWER_BLOCKS:
         for each in _FEW_BLOCKS:
@@ -69,8 +68,9 @@ def choose_plan(profile: _core.Profile, mode: str, options: Options) -> _core.Pl
     own = link_of(profile)
     plan = _made_plan(profile, own, mode, options)
     if any(len(block.ranges) > 1 for block in plan.blocks):
-        link = json.loads(own.to_json()) | {"pack_ns_per_byte": _NEVER_PACK_NS_PER_BYTE}
-        unpacked = _made_plan(profile, _core.LinkModel.from_json(json.dumps(link)), mode, options)
+        pieces = {op: getattr(own, op).pieces for op in ("all_reduce", "reduce_scatter", "all_gather")}
+        unpacked_link = _core.LinkModel(**pieces, pack_ns_per_byte=_NEVER_PACK_NS_PER_BYTE)
+        unpacked = _made_plan(profile, unpacked_link, mode, options)
         if unpacked.predicted_ns <= plan.predicted_ns * (1 + NOTICEABLE_GAIN):
             plan = unpacked
     return plan
@@ -95,8 +95,10 @@ def _predicted(profile: _core.Profile, plan: _core.Plan) -> _core.Plan:
     played = _core.play(profile, own, plan)
     any_op = has_other_ops(plan)
     bound = _core.bound(profile, own, mode=plan.mode, in_flight=plan.in_flight, any_op=any_op)
-    fields = json.loads(plan.to_json())
-    fields |= {"predicted_ns": played.iteration_ns, "bound_ns": bound.best_ns, "plain_bound_ns": bound.plain_ns}
-    for block, times in zip(fields["blocks"], played.blocks, strict=True):
-        block |= {"start_ns": times.launch_ns, "finish_ns": times.finish_ns}
-    return _core.Plan.from_json(json.dumps(fields))
+    blocks = [
+        block.replace(start_ns=times.launch_ns, finish_ns=times.finish_ns)
+        for block, times in zip(plan.blocks, played.blocks, strict=True)
+    ]
+    return plan.replace(
+        blocks=blocks, predicted_ns=played.iteration_ns, bound_ns=bound.best_ns, plain_bound_ns=bound.plain_ns
+    )

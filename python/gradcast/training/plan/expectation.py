@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from gradcast import _core
 from gradcast.comparison.compare import NOTICEABLE_GAIN, compute_ns, has_other_ops, link_of
-from gradcast.files import tensor_fields, with_fields
 from gradcast.training.measure import compute_cost
 from gradcast.training.measure.compute_cost import ComputeFactors
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
@@ -203,6 +202,8 @@ def _median_bound_ns(profiles: Sequence[_core.Profile], plan: _core.Plan, link: 
 
 def _needed_last(profile: _core.Profile, names: Collection[str]) -> _core.Profile:
     """The profile if forward read these tensors where it ends."""
-    last = {"need_ns": profile.forward_ns}
-    tensors = [tensor | (last if tensor["name"] in names else {}) for tensor in tensor_fields(profile)]
-    return with_fields(profile, tensors=sorted(tensors, key=lambda tensor: tensor["need_ns"]))
+    return profile.replace(
+        tensors=[
+            tensor.replace(need_ns=profile.forward_ns) if tensor.name in names else tensor for tensor in profile.tensors
+        ]
+    )

@@ -1,13 +1,11 @@
 """The profile of a plan, from the measurements of all ranks."""
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 
 from gradcast import _core
 from gradcast.comparison.powersgd import with_shapes
-from gradcast.files import tensor_fields, with_fields
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.measure.unseen_reads import agreed_reads
@@ -67,11 +65,10 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
         name="measured",
         forward_ns=math.ceil(forward_ns),
         backward_ns=math.ceil(backward_ns),
-        tensors=sorted(tensors, key=lambda tensor: tensor.need_ns),
+        tensors=tensors,
         world_size=len(ranks),
         link=link,
     )
-    # Through JSON, which rounds and sorts, so that the plan is made for exactly what a file of the profile holds.
     profile = with_shapes(profile, {name: each.shape for name, each in zip(sizes.names, sizes.parameters, strict=True)})
     steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
     return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
@@ -84,18 +81,16 @@ def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:
 
 
 def with_message_joined(profile: _core.Profile) -> _core.Profile:
-    """The profile if the step message were a part of the tensor behind it in its buffer. Plans for one of the two are
-    plans for the other: for policies that send whole tensors, which would give the message an operation of its own."""
-    message, *others = tensor_fields(profile)
-    if message["name"] != MESSAGE_NAME:
+    """Returns the profile as if the step message were a part of the tensor behind it in its buffer. Plans for one of
+    the two are plans for the other: for policies that send whole tensors, which would give the message an operation of
+    its own."""
+    message, *others = profile.tensors
+    if message.name != MESSAGE_NAME:
         return profile
-    joined = next(each for each in others if each["buffer"] == message["buffer"])
-    joined |= {"bytes": joined["bytes"] + message["bytes"], "ready_ns": message["ready_ns"]}
-    return with_fields(profile, tensors=others)
-
-
-def replace_link(profile: _core.Profile, link: _core.LinkModel) -> _core.Profile:
-    return with_fields(profile, link=json.loads(link.to_json()))
+    place = next(place for place, each in enumerate(others) if each.buffer == message.buffer)
+    joined = others[place]
+    others[place] = joined.replace(bytes=joined.bytes + message.bytes, ready_ns=message.ready_ns)
+    return profile.replace(tensors=others)
 
 
 def _tensor(sizes: GradientSizes, index: int, *, ready_ns: float, need_ns: float, update_ns: float) -> _core.Tensor:

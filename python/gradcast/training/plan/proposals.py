@@ -117,7 +117,7 @@ class Proposer:
         in_force, idle_saving_ns = agreed.in_force, agreed.idle_saving_ns
         link = _corrected_link(agreed, profile, steps)
         compute = calibration.corrected_compute(profile, steps.compute)
-        as_predicted = profile if link is None else measured_profile.replace_link(profile, link)
+        as_predicted = profile if link is None else profile.replace(link=link)
         corrected = as_predicted if compute is None else compute_cost.replace_compute(as_predicted, compute)
         baseline_profile = corrected
         if compute is not None and in_force.mode == "overlap":
@@ -252,7 +252,7 @@ def rehearse(sizes: GradientSizes, mode: str, options: Options) -> None:
         return
     profile = measured_profile.layout_profile(sizes, sizes.order_of_warmup, world_size=2, name="rehearsal")
     for each in modes:
-        choose_plan(measured_profile.replace_link(profile, _ANY_LINK), each, options)
+        choose_plan(profile.replace(link=_ANY_LINK), each, options)
 
 
 def pinned_proposal(path: str, sizes: GradientSizes, modes: Sequence[str], world_size: int) -> AgreedPlan | None:

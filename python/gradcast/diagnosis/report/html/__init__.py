@@ -41,7 +41,7 @@ _SECTIONS = (
     ("scaling", "Scaling", scaling.draw, "scaling"),
     ("network", "Network", network.draw, "network"),
 )
-# What stands in a section if the run lacks its field. A section that is not listed is left out then.
+# Text of a section if the run lacks its field. Other sections are omitted then.
 _WITHOUT = {
     "timeline": f"{_UNTRIED} in this run, so there is no timeline.",
     "prediction": f"{_UNTRIED} in this run, so there is nothing to compare predictions with.",

@@ -29,7 +29,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Returns about ``about`` round numbers from low to high, 1, 2 or 5 times a power of ten apart."""
+    """Returns about ``about`` round numbers from low to high, in steps of 1, 2 or 5 times a power of ten."""
     span = max(high - low, 1e-12)
     rough = span / about
     power = 10.0 ** math.floor(math.log10(rough))
@@ -71,7 +71,7 @@ def bottom_axis(x: Scale, values: Sequence[float], y: float, top: float, unit: s
 def frame(
     x: Scale, y: Scale, across: Sequence[tuple[float, Any]], upwards: Sequence[tuple[float, Any]], unit: str
 ) -> list[Markup]:
-    """Draws horizontal grid lines with their texts, and what is ``below``."""
+    """Draws horizontal grid lines with their texts, and the texts ``below`` the figure."""
     lines = [line(x.start, y(value), x.end, y(value), "grid") for value, _ in upwards]
     names = [text(x.start - 8, y(value) + 4, words, "end", "tick") for value, words in upwards]
     return [*lines, *names, *below(x, across, y.start, unit)]

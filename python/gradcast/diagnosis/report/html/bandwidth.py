@@ -1,4 +1,4 @@
-"""The bandwidth of each step, beside what the network check measured."""
+"""The bandwidth of each step, beside that of the network check."""
 
 import statistics
 from typing import Any

@@ -1,4 +1,4 @@
-"""The top of the page: the verdict, four numbers, what to do, and what to fix."""
+"""The top of the page: the verdict, four numbers, actions, and settings to fix."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which rank is slower, and when: each rank's own work in each step, against the median of all."""
+"""Heat map of each rank's own work in each step, against the median of all."""
 
 import statistics
 from typing import Any

@@ -1,5 +1,7 @@
-"""HTML and SVG as text. Elements are made by functions, so that all text of a run is escaped, exactly once. Characters
-that act, such as ESC, are shown as on a terminal: HTML must not hold some of them."""
+"""HTML and SVG as text. Functions make the elements, so that all text of a run is escaped exactly once.
+
+Control characters, such as ESC, are shown as on a terminal: HTML must not hold some of them.
+"""
 
 import html
 from typing import Any
@@ -16,7 +18,7 @@ class Markup(str):
 
 
 def element(name: str, /, *children: Any, **attributes: Any) -> Markup:
-    """``class_`` stands for class, ``text_anchor`` for text-anchor. None is left out; lists count as their elements."""
+    """``class_`` stands for class, ``text_anchor`` for text-anchor. None is omitted; a list counts as its elements."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()

@@ -1,4 +1,4 @@
-"""The plans of the run in order: what each promised and how long its steps took."""
+"""The plans of the run in order, each with its predicted and measured step."""
 
 from typing import Any
 

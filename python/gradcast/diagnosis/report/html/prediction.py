@@ -31,8 +31,8 @@ def draw(run: dict[str, Any]) -> list[Markup]:
 def block_pairs(run: dict[str, Any]) -> _Pairs:
     """Returns number, predicted and measured time of each block, as in gradcast.training.measure.network_cost.
 
-    A block's measured time runs from when it was due to its end. It is the mean over the ranks; but if gradients of
-    some rank were late, it is the shortest time, which is that of the rank that did not wait.
+    A block's measured time runs from when it was pending to its end. It is the mean over the ranks; but if gradients
+    of some rank were late, it is the shortest time, which is that of the rank that did not wait.
     """
     planned = {block["block"]: block for block in (run.get("predicted_timeline") or {}).get("blocks", [])}
     durations: dict[int, list[tuple[float, bool]]] = {}

@@ -59,7 +59,7 @@ def _curve(colour: int, name: str, points: _Points, x: Scale, y: Scale) -> Marku
 
 
 def _names(curves: dict[str, _Points], y: Scale) -> list[Markup]:
-    """Labels the end of each curve, with labels moved apart if they would overlap."""
+    """Labels the end of each curve; labels never overlap."""
     ends = sorted((y(points[-1]["efficiency"]), index, name) for index, (name, points) in enumerate(curves.items()))
     made, last = [], -100.0
     for place, index, name in ends:
@@ -78,7 +78,7 @@ def _caption(scaling: dict[str, Any]) -> str:
     if scaling.get("worth_trying"):
         caption += f" Worth trying: {', '.join(str(count) for count in scaling['worth_trying'])} workers."
     if scaling.get("left_out"):
-        caption += f" Left out: {'; '.join(scaling['left_out'])}."
+        caption += f" Omitted: {'; '.join(scaling['left_out'])}."
     return caption
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: stacked bars per rank, and the numbers of the shown rank."""
+"""The parts of a step: stacked bars per rank, and the numbers of the shown rank."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def _caption(run: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
         f"about rank {run['view_rank']}, whose own work is the median of the ranks."
     )
     if left_out:
-        caption += f" {left_out} faster ranks are left out; all are in doctor.json."
+        caption += f" {left_out} faster ranks are omitted; all are in doctor.json."
     if over_ms > 0:
         caption += (
             f" The parts were measured separately and add up to as much as {values.ms(over_ms)} more than the step: "
