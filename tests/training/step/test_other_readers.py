@@ -182,6 +182,22 @@ def test_new_parameters_are_first_met_inside_a_transform(rank, mode):
     return twins.differences()
 
 
+@on_ranks(2)
+def test_gradients_kept_apart_arrive_inside_a_transform(rank, mode):
+    twins, x = Twins(rank, "plain", "adam plain", mode=mode, policy="fifo"), torch.ones(3, 12)
+    for number, module, optimizer, forward in twins.rounds(8):
+        if number % 2 == 0:
+            optimizer.zero_grad(set_to_none=False)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.clone()
+        twins.task.loss(forward, twins.batch()).backward()
+        func.hessian(lambda v, module=module: module(v).square().sum())(x)
+        if number % 2:
+            optimizer.step()
+    return twins.differences()
+
+
 class Raises(torch.optim.Adam):
     """Somebody sends the process a signal in the middle of an update. Of the class, since an optimizer's own attributes
     are those of when ``step()`` was called."""

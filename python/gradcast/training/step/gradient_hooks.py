@@ -34,6 +34,7 @@ from gradcast.training.step.parameter_state import (
     stale_read,
     used_inside_backward,
 )
+from gradcast.training.step.partial_step import default_context
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.weights import StepWeights
@@ -138,7 +139,7 @@ class GradientHooks:
                 self.listener.on_backward_failure()
             self._send_missing(failed=failed)
         self.exchange.wait_all()
-        with interrupts.after_this():
+        with interrupts.after_this(), default_context():
             self.arrived.settle(self.states)
 
     @property
