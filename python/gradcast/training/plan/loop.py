@@ -248,7 +248,7 @@ class PlanLoop:
             if self.keep_if_confirmed(agreed):
                 phase.calibration = None
                 return phase
-            if agreed.profile.to_json() != measured.to_json():
+            if agreed.profile != measured:
                 self.group.info(agreed.correction_sentence(self.agreed, measured))
             self.profile = agreed.profile
             return self.start_plan(agreed, calibrates=False)
