@@ -139,7 +139,7 @@ C10dTransport::Buffer C10dTransport::make_buffer(const at::Tensor& tensor) const
   }
   if (wire_ == Encoding::kInt8) {
     throw std::invalid_argument("tensors on " + device.str() +
-                                " cannot travel as 8-bit numbers, which is for the CPU so far; use wire=\"bf16\"");
+                                " cannot be sent as 8-bit numbers, which is for the CPU so far; use wire=\"bf16\"");
   }
   for (const Buffer& other : buffers_) {
     if (other.tensor.device() == device) buffer.stream = other.stream;

@@ -146,7 +146,7 @@ void bind_parameter_states(py::module_& module) {
   module.def("arrive", &arrive, py::arg("states"),
              "Those that have been sent have arrived. What is no longer pending, with Nones.");
   module.def("with_update", &with_update, py::arg("states"), "Those with an update_grad.");
-  module.def("unusual", &unusual, py::arg("states"), "Those that this rank has not used, or of which a copy is due.");
+  module.def("unusual", &unusual, py::arg("states"), "Those that this rank has not used, or of which a copy is pending.");
   module.def("hold_visible", &hold_visible, py::arg("states"),
              "Whether the .grad of each parameter is its visible gradient.");
 }

@@ -15,16 +15,15 @@ CLIP_CALLS = ("clip_grad_norm_", "clip_grad_value_")
 def attach(
     accelerator: Accelerator, model: nn.Module, optimizer: Any = None, *, options: gradcast.Options | None = None
 ) -> gradcast.Handle:
-    """As ``gradcast.attach``, with what ``accelerator.prepare`` has returned. If the options clip, gradcast also does
-    what ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` are called for. The norm that is returned waits where
-    it is read."""
+    """Calls ``gradcast.attach`` with the results of ``accelerator.prepare``. If the options clip, gradcast also clips
+    in place of ``accelerator.clip_grad_norm_`` and ``clip_grad_value_``. Reading the returned norm waits."""
     handle = gradcast.attach(model, optimizer, options=options)
     take_over(accelerator, ClipCalls(handle, options))
     return handle
 
 
 def take_over(accelerator: Accelerator, calls: ClipCalls) -> None:
-    """From now on ``calls`` are what the accelerator's clip calls lead to."""
+    """Redirects the accelerator's clip calls to ``calls``."""
     own_norm, own_value = (getattr(accelerator, name) for name in CLIP_CALLS)
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:

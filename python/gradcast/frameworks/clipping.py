@@ -16,7 +16,7 @@ _log = logging.getLogger("gradcast")
 
 
 class _OnCall(gradcast.Clip):
-    """A step is clipped if the framework's clip call has come before it."""
+    """Clipping of the steps before which the framework's clip call has come."""
 
     unasked = False
 
@@ -24,7 +24,7 @@ class _OnCall(gradcast.Clip):
 def with_clipping(
     options: gradcast.Options | None, setting: str, *, norm: float | None = None, value: float | None = None
 ) -> gradcast.Options:
-    """Options that clip as the framework's ``setting`` says. Raises Error(invalid_use) if they clip in another way."""
+    """Options that clip as the framework's ``setting`` says. Raises Error(invalid_use) if they clip otherwise."""
     options = options or gradcast.Options()
     if any(each is not None and not 0 < each < math.inf for each in (norm, value)):
         return options  # the framework's own call does then what it does without gradcast
@@ -39,7 +39,7 @@ def with_clipping(
 
 
 class ClipCalls:
-    """What a framework calls to clip, while ``handle`` is attached. ``own``: its own way, which waits for gradients."""
+    """A framework's clip calls while ``handle`` is attached. ``own``: its own function, which waits for gradients."""
 
     def __init__(self, handle: gradcast.Handle, options: gradcast.Options | None) -> None:
         self._training, self._own = TrainingState.of(handle, "ClipCalls"), (options or gradcast.Options()).clip
@@ -53,7 +53,7 @@ class ClipCalls:
         norm_type: float = 2.0,
         refuse_nonfinite: bool = False,
     ) -> Any:
-        """As ``clip_grad_norm_``. Returns the norm, which waits where it is read."""
+        """Replaces ``clip_grad_norm_``. Returns the norm, which waits where it is read."""
         asked = {"norm": float(max_norm), "norm_type": float(norm_type)}
         return self._clip(own, parameters, asked, refuse_nonfinite)
 
@@ -73,7 +73,7 @@ class ClipCalls:
         if self._own.unasked:
             raise refused(
                 f"the framework's clip call clips {how}, and the options of gradcast clip each step of the whole "
-                f"module with {_shown(self._own)}; clip alike, or leave it out of the options"
+                f"module with {_shown(self._own)}; clip alike, or omit it from the options"
             )
         if not self._told and session.group.rank == 0:
             _log.warning(
@@ -86,7 +86,7 @@ class ClipCalls:
 
 
 def replace(holder: Any, **functions: Callable) -> None:
-    """Puts these in the place of methods of one object."""
+    """Replaces methods of one object."""
     vars(holder).update(functions)
 
 

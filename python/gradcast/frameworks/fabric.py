@@ -15,12 +15,12 @@ from gradcast.frameworks.clipping import ClipCalls, replace
 def attach(
     fabric: Fabric, model: nn.Module, optimizer: Any = None, *, options: gradcast.Options | None = None
 ) -> gradcast.Handle:
-    """As ``gradcast.attach``, with what ``fabric.setup`` has returned. If the options clip, gradcast also does what
-    ``fabric.clip_gradients`` is called for. The norm that is returned waits where it is read, and with
-    ``error_if_nonfinite`` the error comes where the step's norm or parameters are read."""
+    """Calls ``gradcast.attach`` with the results of ``fabric.setup``. If the options clip, gradcast also clips in place
+    of ``fabric.clip_gradients``. Reading the returned norm waits; with ``error_if_nonfinite`` the error is raised where
+    the step's norm or parameters are read."""
     strategy = fabric.strategy
     if options is not None and options.clips and getattr(strategy.precision, "scaler", None) is not None:
-        raise refused("gradcast does not clip in steps with a GradScaler; leave clipping out of the options")
+        raise refused("gradcast does not clip in steps with a GradScaler; omit clipping from the options")
     handle = gradcast.attach(model, optimizer, options=options)
     calls = ClipCalls(handle, options)
     own_norm, own_value = strategy.clip_gradients_norm, strategy.clip_gradients_value

@@ -26,12 +26,12 @@ _AFTER_ERROR_S = 10.0
 class AttachCallback(Callback):
     """Attaches when the fit begins, after checkpoint and optimizers are restored, and detaches when it ends or fails.
 
-    ``overlap``: overlap mode, in which gradients also travel during the next forward pass; False for hook mode. In
+    ``overlap``: overlap mode, in which gradients are also sent during the next forward pass; False for hook mode. In
     overlap mode gradcast also clips where Lightning would (``gradient_clip_val``). ``options``: as for
-    ``gradcast.attach``. ``handle``: what ``attach`` returned, None before.
+    ``gradcast.attach``. ``handle``: returned by ``attach``, None before.
 
     ``snapshots``: a folder that all ranks see, for snapshots of the training, from which ``Trainer.fit(...,
-    ckpt_path=callback.checkpoint())`` goes on. ``snapshot_options``: of ``handle.snapshots``.
+    ckpt_path=callback.checkpoint())`` resumes. ``snapshot_options``: arguments of ``handle.snapshots``.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ _CLIP_CALLS = ("clip_grad_by_norm", "clip_grad_by_value")
 
 
 def _take_over(plugin: Precision, calls: ClipCalls) -> None:
-    """From now on ``calls`` are what Lightning's clipping leads to."""
+    """Redirects Lightning's clipping to ``calls``."""
     by_norm, by_value = (getattr(plugin, name) for name in _CLIP_CALLS)
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:

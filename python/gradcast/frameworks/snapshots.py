@@ -1,7 +1,7 @@
-"""Snapshots under a framework, whose loop goes on from checkpoints of its own: the newest snapshot becomes one.
+"""Snapshots under a framework, whose loop resumes from checkpoints of its own: the newest snapshot becomes one.
 
-What the loop has to restore is saved with each snapshot. Random states gradcast restores itself, since frameworks do so
-at other moments, or not at all.
+The loop's own state is saved with each snapshot. gradcast restores random states itself, since frameworks do so at
+other moments, or not at all.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from gradcast.training.state import TrainingState
 
 @dataclasses.dataclass
 class LoopState:
-    """For ``extra``. ``read``: returns what the framework's loop has to restore; "steps": those that it has made."""
+    """The state of a framework's loop, for ``extra``. ``read``: returns it, with the number of "steps" made."""
 
     read: Callable[[], dict[str, Any]]
 
@@ -43,7 +43,7 @@ class LoopState:
 
 
 class FrameworkSnapshots:
-    """``folder``: one that all ranks see; None for no snapshots. ``options``: of handle.snapshots."""
+    """Takes snapshots. ``folder``: one that all ranks see; None for no snapshots. ``options``: of handle.snapshots."""
 
     def __init__(self, folder: str | Path | None, options: dict[str, Any]) -> None:
         if options and folder is None:
@@ -81,14 +81,14 @@ class FrameworkSnapshots:
         return self._folder is not None
 
     def take(self, handle: gradcast.Handle, module: nn.Module, steps: int, **arguments: Any) -> None:
-        """Takes snapshots of a training that begins, or goes on from what ``checkpoint`` has made. ``steps``: that the
-        framework's loop has made. ``arguments``: of handle.snapshots. Collective. Raises Error(invalid_use), on every
-        rank, if one is not given what ``checkpoint`` has made. REQUIRES: ``is_on``."""
+        """Takes snapshots of a training that begins, or resumes from the result of ``checkpoint``. ``steps``: the
+        number that the framework's loop has made. ``arguments``: of handle.snapshots. Collective. Raises
+        Error(invalid_use), on every rank, if one does not resume from that result. REQUIRES: ``is_on``."""
         whole, self._given = self._given, None
         if handle.mode == "local":
             raise refused(
                 "with local steps every rank has parameters of its own, and a framework's checkpoint has room for one; "
-                "leave out snapshots=FOLDER, or train without the framework"
+                "omit snapshots=FOLDER, or train without the framework"
             )
         group = TrainingState.of(handle, "snapshots").group
         on_every_rank(group, lambda: self._require_given(whole, steps))
@@ -157,7 +157,7 @@ def _stored(place: Path) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """No other process is in here for this file, if its file system has locks. They end with their process."""
+    """Excludes other processes for this file, if its file system has locks. A lock ends with its process."""
     descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
     try:
         with contextlib.suppress(OSError):

@@ -5,11 +5,11 @@ failed, it makes another process group::
 
     optimizer.zero_grad()   torchft begins the quorum on a thread of its own
     forward                 where it ends: wait for the quorum; if its group is another one, begin a session over it
-    backward                blocks travel over the C++ group inside torchft's, without Python
+    backward                blocks are sent over the C++ group inside torchft's, without Python
     optimizer.step()        manager.should_commit(): the update only if nothing was reported
 
-training/sessions/quorum.py does that. This module alone knows torchft, and what of it is private: ``Manager._pg`` and
-the group inside.
+training/sessions/quorum.py does that. This module alone knows torchft and its private parts: ``Manager._pg`` and the
+group inside.
 """
 
 import weakref
@@ -39,12 +39,12 @@ def attach(manager: Manager, module: nn.Module, optimizer: Any = None, *, option
     """Averages the module's gradients over the replicas of torchft's quorum, by a plan, in hook mode. Not collective.
 
     ``manager``: with a ProcessGroupGloo or ProcessGroupNCCL. ``module``: the bare module, or a list of several, as with
-    ``gradcast.attach``. Its parameters and buffers are torchft's to send: a replica that joins gets them from another
-    one, and each replica keeps its own buffers. ``optimizer``: none; overlap mode is refused.
+    ``gradcast.attach``. torchft sends its parameters and buffers: a replica that joins gets them from another one, and
+    each replica keeps its own buffers. ``optimizer``: none; overlap mode is refused.
 
-    Around the returned handle the training loop is torchft's: ``zero_grad()`` and ``step()`` of torchft.Optimizer.
-    Gradients are summed over the replicas and divided by ``manager.num_participants()``. A replica that heals, or that
-    is a spare, sends zeros. Raises Error(invalid_use) for what would give wrong numbers.
+    The training loop is torchft's: ``zero_grad()`` and ``step()`` of torchft.Optimizer. Gradients are summed over the
+    replicas and divided by ``manager.num_participants()``. A replica that heals, or that is a spare, sends zeros.
+    Raises Error(invalid_use) for what would give wrong numbers.
     """
     options = options or Options()
     _check(manager, module, optimizer, options)
@@ -77,13 +77,13 @@ def _check(manager: Any, module: Any, optimizer: Any, options: Options) -> None:
             "the module holds a DistributedDataParallel, which would average its gradients, too; give the plain module"
         )
     for name, value in options.changed(_NOT_WITH_TORCHFT).items():
-        raise refused(f"options.{name} is {value!r}, and with torchft {_NOT_WITH_TORCHFT[name]}; leave it out")
+        raise refused(f"options.{name} is {value!r}, and with torchft {_NOT_WITH_TORCHFT[name]}; omit it")
 
 
 _NOT_WITH_TORCHFT = {
     "weight": "each participant counts alike",
     "nccl": "the process groups are torchft's",
-    "wire": "gradients travel in their own type",
+    "wire": "gradients are sent in their own type",
     "compare_every": "a replica that heals has received sums for parameters that it does not have yet",
     "watch.timeout_s": "the timeout is that of its process group: ProcessGroupGloo(timeout=...)",
 }

@@ -29,13 +29,13 @@ class AttachCallback(TrainerCallback):
     """Attaches when training begins, after checkpoint and optimizer are restored, and detaches when it ends. If it ends
     with an error, as attempts of auto_find_batch_size do, it is detached when the next training begins.
 
-    ``trainer``: the Trainer that the callback is added to. ``overlap``: overlap mode, in which gradients also travel
+    ``trainer``: the Trainer that the callback is added to. ``overlap``: overlap mode, in which gradients are also sent
     during the next forward pass; False for hook mode. In overlap mode gradcast also clips where the Trainer would
-    (``max_grad_norm``); a step whose norm is logged waits. ``options``: as for ``gradcast.attach``. ``handle``: what
-    ``attach`` returned, None before.
+    (``max_grad_norm``); a step whose norm is logged waits. ``options``: as for ``gradcast.attach``. ``handle``:
+    returned by ``attach``, None before.
 
     ``snapshots``: a folder that all ranks see, for snapshots of the training, from which
-    ``trainer.train(resume_from_checkpoint=callback.checkpoint())`` goes on. ``snapshot_options``: of
+    ``trainer.train(resume_from_checkpoint=callback.checkpoint())`` resumes. ``snapshot_options``: arguments of
     ``handle.snapshots``.
     """
 

@@ -1,4 +1,4 @@
-"""Snapshots of a training, and what it takes to go on from one with the same bits and without a sample twice."""
+"""Snapshots of a training, and resuming from one with the same bits and without using a sample twice."""
 
 from gradcast.snapshots.balanced import BalancedBatchSampler
 from gradcast.snapshots.resuming import resume

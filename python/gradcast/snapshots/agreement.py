@@ -1,6 +1,6 @@
-"""What the ranks' writers decide together, through the store of torch.distributed.
+"""Decisions that the ranks' writers make together, through the store of torch.distributed.
 
-Rank 0 decides from what every rank says. This is no collective: a rank that has ended keeps nobody waiting.
+Rank 0 decides from the values of all ranks. This is no collective: nobody waits for a rank that has ended.
 
 Thread safety: ``decide`` is one thread's; the others may be called from any thread.
 """
@@ -22,11 +22,11 @@ _SAID_AFTER_S = 60.0
 
 
 class LeftError(Exception):
-    """A rank takes no part any more. The text says which one, and why."""
+    """Error of a rank that no longer takes part. The text says which one, and why."""
 
 
 class Agreement:
-    """``store``: of these snapshots alone; None for a single worker."""
+    """One rank's part in the decisions. ``store``: of these snapshots alone; None for a single worker."""
 
     def __init__(self, store: KeyValueStore | None, rank: int, world_size: int) -> None:
         self._shared, self._rank, self._world_size, self._round = store, rank, world_size, 0
@@ -39,8 +39,8 @@ class Agreement:
         return self._shared
 
     def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What ``decide`` returns on rank 0 for the values of all ranks, in rank order. Every rank comes to the same
-        calls. Raises LeftError if a rank has left before it has said its value."""
+        """Returns the result of ``decide`` on rank 0 for the values of all ranks, in rank order. Every rank makes the
+        same calls. Raises LeftError if a rank has left without giving its value."""
         if self._shared is None:
             return decide([value])
         self._round += 1
@@ -57,8 +57,8 @@ class Agreement:
         return decision
 
     def meet(self, value: Any, must_stop: Callable[[], bool]) -> list[Any] | None:
-        """The values of all ranks, once all are here, where each comes once. None if rank 0 ``must_stop`` before, or
-        has waited in ``decide`` since a rank wanted this: each may wait for the other elsewhere."""
+        """Returns the values of all ranks once all have called this, each once. None if rank 0 ``must_stop`` before, or
+        waits in ``decide`` after a rank has asked: otherwise each could wait for the other elsewhere."""
         if self._shared is None:
             return [value]
         if self._rank > 0:
@@ -77,7 +77,7 @@ class Agreement:
             self._has_met = True
 
     def end_within(self, limit_s: float) -> None:
-        """From now on nothing waits for longer, but raises LeftError. A rank that was killed says nothing."""
+        """Limits all waits from now on; longer ones raise LeftError, since a rank that was killed reports nothing."""
         self._end_s = min(time.monotonic() + limit_s, self._end_s or math.inf)
 
     def leave(self, why: str) -> None:
@@ -85,7 +85,7 @@ class Agreement:
             self._store.set("left", f"rank {self._rank}: {why}")
 
     def ask_for_one(self) -> None:
-        """Some rank wants a snapshot soon."""
+        """Notifies all ranks that one wants a snapshot soon."""
         if self._shared is not None:
             self._store.set("asked", "1")
 
@@ -113,7 +113,7 @@ class Agreement:
         return [self._store.get(key) for key in keys]
 
     def _ranks_of(self, keys: list[str]) -> str:
-        """Those that have not said theirs."""
+        """The ranks whose values are missing."""
         if self._rank > 0:
             return "rank 0"
         missing = [key.split()[-1] for key in keys if not self._store.check([key])]

@@ -35,14 +35,14 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
     ends; ``set_epoch`` goes to another one, for instance where a loop leaves an epoch early. With ResumableLoader the
     place survives a restart, also with another number of ranks. Shares do not: they are measured anew.
 
-    ``epoch``, ``position``: as of ResumableSampler.
+    ``epoch``, ``position``: see ResumableSampler.
     """
 
     def __init__(
         self, dataset: Sized, handle: Any, batch: int, *, shuffle: bool = True, seed: int = 0, every: int = 8
     ) -> None:
-        """``handle``: returned by ``attach``. ``batch``: samples of all ranks. ``every``: so many steps with the same
-        shares are measured before these change. Collective. Raises Error(invalid_use), on every rank, if ranks give
+        """``handle``: returned by ``attach``. ``batch``: samples of all ranks. ``every``: the number of steps measured
+        with the same shares before these change. Collective. Raises Error(invalid_use), on every rank, if ranks give
         different arguments or data sets of different lengths, if there are fewer samples than ranks, or if
         GRADCAST_DISABLE is set. On a device shares stay even, with a warning: how long a rank computes there is not
         measured."""

@@ -27,7 +27,7 @@ _SEAL = "sha256"  # the key of a JSON file's own hash
 
 
 class DamageError(Exception):
-    """A snapshot is not whole. The text names the file, and what is wrong with it."""
+    """Error of a snapshot that is not whole. The text names the file and its fault."""
 
 
 class Stored(NamedTuple):
@@ -39,21 +39,21 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass
 class Pace:
-    """How fast a part is written. ``bytes_per_s``: at most. ``is_network_busy``: in that time nothing is written, for a
-    folder that is reached over the training's network; a piece waits for at most ``LONGEST_WAIT_S``. ``planned``: the
-    step that is written beside there, as its plan predicts it."""
+    """The pace of writing a part. ``bytes_per_s``: at most. ``is_network_busy``: nothing is written while it is true,
+    for a folder that is reached over the training's network; a piece waits for at most ``LONGEST_WAIT_S``. ``planned``:
+    the predicted step beside which it is written there."""
 
     bytes_per_s: float | None = None
     is_network_busy: Callable[[], bool] | None = None
     planned: Callable[[], PlannedStep | None] | None = None
 
     def await_rate(self, written: int, since_s: float) -> None:
-        """Before so many bytes are written ``since_s``, in monotonic time."""
+        """Waits until so many bytes may have been written ``since_s``, in monotonic time."""
         if self.bytes_per_s is not None:
             time.sleep(max(0.0, since_s + written / self.bytes_per_s - time.monotonic()))
 
     def await_network(self) -> None:
-        """Before the next piece."""
+        """Waits while the network is busy, before the next piece."""
         if self.is_network_busy is not None:
             end_s = time.monotonic() + LONGEST_WAIT_S
             while self.is_network_busy() and time.monotonic() < end_s:
@@ -95,7 +95,7 @@ class _Stream:
 
 
 class Files(FileSystem):
-    """Writes files, also those of torch's FileSystemWriter. ``stored``: by name, those that are written.
+    """Writes files, also those of torch's FileSystemWriter. ``stored``: those that are written, by name.
 
     They are synced to the disk together: the first sync takes most of the others' data along.
     """
@@ -108,7 +108,7 @@ class Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Raises OSError, also if there is such a file or link."""
+        """Opens a new file. Raises OSError, also if there is such a file or link."""
         # What small tensors are gathered in: whenever a piece goes to the system, training may take the GIL.
         with Path(path).open("xb", buffering=PIECE_BYTES) as file:
             stream = _Stream(file, self._pace)
@@ -126,7 +126,7 @@ class Files(FileSystem):
         self._unsynced[self._unsynced.index(Path(path).name)] = Path(new_path).name
 
     def sync(self) -> None:
-        """Puts what was written on the disk."""
+        """Puts the written files on the disk."""
         while self._unsynced:
             sync(self._folder / self._unsynced.pop())
 
@@ -155,7 +155,7 @@ def stored_in(file: Path) -> Stored:
 
 
 def require_stored(name: str, found: Stored, expected: Stored) -> None:
-    """Raises DamageError."""
+    """Raises DamageError if the two differ."""
     if found.bytes != expected.bytes:
         raise DamageError(f"{name} has {found.bytes} bytes of {expected.bytes}")
     if found != expected:

@@ -1,4 +1,4 @@
-"""How often a snapshot is taken, from what one costs. Pure."""
+"""The number of steps between snapshots, from the cost of one. Pure."""
 
 import bisect
 import dataclasses
@@ -9,11 +9,11 @@ from collections import deque
 
 def steps_between(write_s: float, cost_s: float, step_s: float, overhead: float) -> int:
     """The fewest steps from one snapshot to the next for which each is written a step before the next one begins, and
-    the training is slowed by at most ``overhead``, a share of its time. In that step nothing is copied or written: with
-    it the others are compared.
+    the training is slowed by at most ``overhead``, a share of its time. In that step nothing is copied or written; the
+    others are compared with it.
 
-    ``write_s``: from the step's end until the snapshot is complete. ``cost_s``: by how much longer the steps until then
-    take, all together. ``step_s``: a step without snapshots.
+    ``write_s``: from the step's end until the snapshot is complete. ``cost_s``: the additional time of all steps until
+    then. ``step_s``: a step without snapshots.
     """
     return max(1 + steps_of_write(write_s, step_s), math.ceil(cost_s / (overhead * step_s)))
 
@@ -23,14 +23,14 @@ def steps_of_write(write_s: float, step_s: float) -> int:
 
 
 def sentence(every: int, write_s: float, cost_s: float, step_s: float, network_s: float | None = None) -> str:
-    """What snapshots cost, and what an end at any moment loses. ``network_s``: see cost_over_network_s."""
+    """A sentence about the cost of snapshots, and the loss at a sudden end. ``network_s``: see cost_over_network_s."""
     lost = every + steps_of_write(write_s, step_s) + 1
     share = "" if network_s is None else f" ({network_s / (every * step_s):.1%} predicted for the network)"
     return f"a snapshot every {every} steps costs {cost_s / (every * step_s):.1%}{share}; at most {lost} steps are lost"
 
 
 class StepTimes:
-    """How much longer steps take in which a snapshot is copied or written.
+    """The additional time of steps in which a snapshot is copied or written.
 
     Thread safety: one thread adds, another one may ask.
     """
@@ -42,11 +42,11 @@ class StepTimes:
         self._whole_s: float | None = None  # by how much longer those of a snapshot have taken, all together
 
     def touch(self) -> None:
-        """In the step that is open a snapshot is copied."""
+        """Notes that a snapshot is copied in the open step."""
         self._is_touched = True
 
     def add(self, duration_s: float, *, is_busy: bool) -> None:
-        """A step has ended. ``is_busy``: the next one begins with a snapshot that is not complete."""
+        """Adds a step. ``is_busy``: the next one begins with a snapshot that is not complete."""
         (self._slowed_s if is_busy or self._is_touched else self._quiet_s).append(duration_s)
         self._is_touched = is_busy
         if self._slowed_s and not is_busy and self._quiet_s:
@@ -54,10 +54,10 @@ class StepTimes:
             self._slowed_s.clear()
 
     def cost_s(self, stall_s: float) -> tuple[float, float | None]:
-        """What a snapshot costs, ``stall_s`` at least, and a step without one (None if there was none), in seconds.
+        """Returns a snapshot's cost, at least ``stall_s``, and the time of a step without one, None if there was none.
 
-        For the writer, which has just completed one, while the step goes on. So what the snapshot before has cost is
-        told; of the first one, what it has cost so far, and for the open step as much as for each of the others.
+        The writer calls it when it has just completed one, while a step is open. So the cost is that of the snapshot
+        before; of the first one, that of its steps so far, with their mean for the open step.
         """
         quiet, slowed, cost_s = list(self._quiet_s), list(self._slowed_s), self._whole_s
         if not quiet:
@@ -69,9 +69,9 @@ class StepTimes:
 
 
 class Costs:
-    """What the last snapshots have cost, each with how long its write took and a step without one, in seconds.
+    """Costs of the last snapshots, each with the times of its write and of a step without one, in seconds.
 
-    The first snapshot also makes the buffers and plans the files. What it has cost is told with the second
+    The first snapshot also makes the buffers and plans the files. Its cost is reported with the second
     (StepTimes.cost_s), so from the third on neither counts.
     """
 
@@ -86,7 +86,7 @@ class Costs:
         self._last.append((write_s, cost_s, step_s))
 
     def medians_s(self) -> tuple[float, float, float] | None:
-        """None before the first one."""
+        """Returns the medians; None before the first snapshot."""
         if not self._last:
             return None
         write_s, cost_s, step_s = map(statistics.median, zip(*self._last, strict=True))
@@ -95,11 +95,11 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """A step as its plan predicts it, in seconds since backward began.
+    """The predicted step of a plan, in seconds since backward began.
 
-    ``busy_s``: begin and end of each period in which blocks travel, in order. ``reads_s``: when each gradient arrives,
-    and when forward reads its parameter, in the order in which it does. ``byte_s``: of a byte that leaves a host.
-    ``ranks``: that share its link.
+    ``busy_s``: begin and end of each period in which blocks are in flight, in order. ``reads_s``: for each gradient,
+    the times when it arrives and when forward reads its parameter, in the order of the reads. ``byte_s``: time of a
+    byte that leaves a host. ``ranks``: the number that share its link.
     """
 
     step_s: float
@@ -110,10 +110,11 @@ class PlannedStep:
 
 
 def cost_over_network_s(planned: PlannedStep, size_bytes: int, piece_bytes: int, longest_wait_s: float) -> float:
-    """By how much longer all steps together take in which each rank writes so many bytes over the training's network.
+    """The additional time of all steps in which each rank writes so many bytes over the training's network.
 
-    Pieces follow one another while nothing travels. The last one of an idle window is late: the blocks behind it share
-    the link with its rest, and arrive that much later. While blocks travel, a piece waits for ``longest_wait_s``.
+    Pieces follow one another while the network is idle. The last one of an idle window is late: the blocks behind it
+    share the link with its rest, and arrive that much later. While blocks are in flight, a piece waits for
+    ``longest_wait_s``.
     """
     if planned.byte_s == 0.0:  # as measured with small blocks, whose latency is all
         return 0.0

@@ -1,4 +1,4 @@
-"""The newest snapshot that is whole, which all ranks choose together.
+"""The newest snapshot that is whole, chosen by all ranks together.
 
 Where hosts keep parts of their own, they send each other the files that a rank reads and its host does not have.
 """

@@ -39,8 +39,8 @@ class Saved:
 
 
 def saved_in(reading: Reading, rank: int) -> Saved:
-    """``rank`` goes on as the rank of that number did; where there were fewer, from the first one again. From here on
-    ``reading`` has that rank's tensors. Raises Error(invalid_use)."""
+    """Returns the objects for ``rank``, which continues the rank of that number; where there were fewer, from the first
+    one again. Afterwards ``reading`` has that rank's tensors. Raises Error(invalid_use)."""
     number = rank % reading.world_size
     file = store.file_of(number)
     try:
@@ -113,8 +113,8 @@ def _described(value: tuple[torch.Size, torch.dtype] | None) -> str:
 def optimizer_state(
     tensors: dict[Path_, torch.Tensor], common: dict[str, Any], number: int
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The state dict of an optimizer, in host memory, and by parameter the state in it. ``common``: what the snapshot
-    holds of it besides tensors."""
+    """The state dict of an optimizer, in host memory, and the state in it by parameter. ``common``: the snapshot's part
+    of it besides tensors."""
     entries: dict[str, dict[str, Any]] = {name: dict(each) for name, each in common["scalars"].items()}
     for path, tensor in tensors.items():
         if path[:2] == ("optimizer", str(number)):

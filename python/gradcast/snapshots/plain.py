@@ -30,7 +30,7 @@ def to_bytes(value: Any, what: str) -> bytes:
 
 
 def from_bytes(value: bytes | bytearray) -> Any:
-    """Raises what torch.load raises for ``others_in`` the value, or if it is none."""
+    """Reads a value. Raises as torch.load does, for ``others_in`` it, and for bytes that are none."""
     with _reading_numpy():
         return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
@@ -46,14 +46,14 @@ def require_plain(value: bytes, what: str) -> None:
     if others := others_in(value):
         raise refused(
             f"{what} holds {', '.join(others)}, and a snapshot has room for plain data only (numbers, text, lists, "
-            "dicts, tensors), since reading anything else can run code; leave it out, or allow it in every run with "
+            "dicts, tensors), since reading anything else can run code; omit it, or allow it in every run with "
             "torch.serialization.add_safe_globals([...])"
         )
 
 
 @contextlib.contextmanager
 def _reading_numpy() -> Iterator[None]:
-    """NumPy's numbers and arrays may be read here: a learning rate from a schedule with numpy.cos is one."""
+    """Allows NumPy's numbers and arrays to be read inside: a learning rate from a schedule with numpy.cos is one."""
     with _lock:
         numpy = sys.modules.get("numpy")
         kinds = {type(numpy.dtype(each)) for each in "?bBhHiIlLqQefdFD"} if numpy else set()

@@ -1,6 +1,6 @@
-"""Reads a snapshot into host memory. Whatever is used has the hash that was written with it.
+"""Reads a snapshot into host memory. Everything that is used has the hash that was written with it.
 
-Files of objects are unpickled with ``weights_only``, and nothing else. What is PyTorch's own (``.metadata``) is only
+Files of objects are unpickled with ``weights_only``, and nothing else. PyTorch's own file (``.metadata``) is only
 compared with its hash.
 """
 
@@ -123,7 +123,7 @@ class Reading:
         )
 
     def enter(self, prefix: Path_) -> None:
-        """From now on the paths of tensors are what follows this one."""
+        """Keeps the tensors whose paths begin with ``prefix``, and removes it from the paths."""
         count = len(prefix)
         self.paths = [path[count:] for path in self.paths if path[:count] == prefix]
         self.tensors = {path[count:]: each for path, each in self.tensors.items() if path[:count] == prefix}

@@ -1,4 +1,4 @@
-"""Goes on from the newest snapshot of a folder."""
+"""Resuming from the newest snapshot of a folder."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +110,7 @@ class _Ready:
 
 
 def _checked(reading: Reading, saved: Saved, training: Training, group: Group, folder: Path) -> _Ready:
-    """Nothing is changed yet. Raises Error(invalid_use)."""
+    """Returns checked states, and changes nothing yet. Raises Error(invalid_use)."""
     try:
         first = difference(reading, saved.common, training, group)
         if first is not None:
@@ -160,7 +160,7 @@ def _restore(reading: Reading, saved: Saved, training: Training, ready: _Ready) 
 
 
 def restore_random_states(state: dict[str, Any], modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Now, and once more where the first training forward pass of one of ``modules`` begins."""
+    """Restores them now, and once more where the first training forward pass of one of ``modules`` begins."""
     restore_random_state(state, device)
     hooks: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""A place in the data that survives a restart: each sample of an epoch is handed out once, whatever W was and is.
+"""A place in the data that survives a restart with any number W of ranks: each sample of an epoch is handed out once.
 
 All ranks walk through one order of the whole epoch. After some samples of each rank the W ranks together have taken a
 prefix of that order, which one number describes. It counts what the loop was handed: workers of a DataLoader that have
@@ -47,11 +47,11 @@ class PlaceInData(ABC):
         """The position behind a batch that begins at ``position``. ``batch_size``: the DataLoader's, of each rank."""
 
     def end_epoch(self) -> None:
-        """The loop was handed all that this epoch has for it."""
+        """Notes that the loop was handed all samples that this epoch has for it."""
         self.epoch, self.position = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """As DistributedSampler's. Another epoch than the current one begins at its first sample."""
+        """Goes to an epoch, as DistributedSampler does. Another one than the current one begins at its first sample."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -107,7 +107,7 @@ class ResumableSampler(PlaceInData, Sampler[int]):
     def __len__(self) -> int:
         """The samples of this rank in a whole epoch, so that a schedule computed from it is the same after a restart.
 
-        ``left`` tells how many are still to come.
+        ``left`` is the number still to come.
         """
         return self._size // self._world_size
 
@@ -117,7 +117,7 @@ class ResumableSampler(PlaceInData, Sampler[int]):
         return self._left_behind(self.position)
 
     def advance(self, count: int) -> None:
-        """Each rank's loop was handed ``count`` more samples."""
+        """Notes that each rank's loop was handed ``count`` more samples."""
         self.position += count * self._world_size
 
     def behind_batch(self, position: int, batch_size: int) -> int:

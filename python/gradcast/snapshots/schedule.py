@@ -9,7 +9,7 @@ _LONGEST_WAIT_S = 120.0  # a rank that was killed agrees to nothing
 
 
 class Schedule:
-    """``step``: how many the training has made. ``next``: of which a snapshot is taken, None if none is chosen."""
+    """``step``: the number that the training has made. ``next``: that of the next snapshot, None if none is chosen."""
 
     def __init__(self, step: int, first: int) -> None:
         self._changed = threading.Condition()
@@ -19,8 +19,8 @@ class Schedule:
         self._ended = False
 
     def advance(self) -> bool:
-        """The training has made a step. Returns whether a snapshot of it is due, which ends the choice. Waits if the
-        step is proposed, for as long as the ranks take to agree. Raises TimeoutError if that is too long."""
+        """Counts a step. Returns whether a snapshot of it is to be taken, which ends the choice. If the step is
+        proposed, waits until the ranks agree. Raises TimeoutError if that takes too long."""
         with self._changed:
             self.step += 1
             if not self._changed.wait_for(lambda: self._proposed != self.step or self._ended, _LONGEST_WAIT_S):
@@ -40,7 +40,7 @@ class Schedule:
             return fits
 
     def settle(self, agreed: bool) -> None:
-        """Whether all ranks can take the proposed one."""
+        """Ends the proposal. ``agreed``: all ranks can take it."""
         with self._changed:
             if agreed and self._proposed is not None:
                 self.next = self._proposed

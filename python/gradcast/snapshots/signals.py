@@ -12,8 +12,8 @@ from typing import Any
 
 
 class Signals:
-    """``numbers``: of the signals. ``on_first``: called when the first comes. Of one that the program ignores, or that
-    something other than Python handles, nothing changes."""
+    """``numbers``: of the signals. ``on_first``: called when the first comes. Signals that the program ignores, or that
+    something other than Python handles, stay as they are."""
 
     def __init__(self, numbers: Collection[int], on_first: Callable[[], None]) -> None:
         self.received: int | None = None
@@ -47,7 +47,7 @@ class Signals:
             self._on_first()
 
     def restore(self) -> None:
-        """The program's own handlers, unless it has set others since."""
+        """Restores the program's own handlers, unless it has set others since."""
         for number, before in self._before.items():
             with contextlib.suppress(ValueError):  # of another thread than the main one
                 if signal.getsignal(number) == self._receive:
@@ -55,7 +55,7 @@ class Signals:
         self._is_over = True
 
     def pass_on(self) -> None:
-        """What was held back takes effect, as it would have without this. REQUIRES: ``restore``."""
+        """Lets the signals that were held back take effect, as without this. REQUIRES: ``restore``."""
         number, self.received = self.received, None
         if number is not None:
             signal.raise_signal(number)

@@ -1,7 +1,7 @@
-"""Takes snapshots of a training that goes on: copies at the step, and has them written by a thread.
+"""Takes snapshots of a running training: copies the state of a step, and has a thread write it.
 
-A snapshot of step t is the state when forward t+1 begins. What is complete then is copied there; in overlap mode a
-parameter whose update is still due is copied when that has run, part by part, so that nothing waits for the copy.
+A snapshot of step t is the state when forward t+1 begins. Everything complete is copied there; in overlap mode a
+parameter whose update is pending is copied after the update, part by part, so that nothing waits for the copy.
 
 Thread safety: the training thread.
 """
@@ -46,7 +46,7 @@ _LIMIT_AFTER_ERROR_S = 10.0
 
 @dataclasses.dataclass
 class _Taken:
-    """A snapshot that is being copied. ``awaiting``: parameters whose updates are due, None before forward begins."""
+    """A snapshot being copied. ``awaiting``: parameters whose updates are pending, None before forward begins."""
 
     written: Written
     position: Any = None
@@ -96,8 +96,8 @@ class Snapshots:
         self._writer.wait(limit_s)
 
     def close(self) -> None:
-        """Ends the snapshots, after the one that is being written. If the last step is due for one, that is taken now.
-        Idempotent; ``handle.detach()`` does it, too. Call it on every rank."""
+        """Ends the snapshots, after the one that is being written. If one of the last step is scheduled, it is taken
+        now. Idempotent; ``handle.detach()`` calls it, too. Call it on every rank."""
         try:
             if self._taken is not None and self._writer.ended is None:
                 self._training.session.complete_updates()
@@ -110,14 +110,14 @@ class Snapshots:
             self._end()
 
     def abandon(self) -> None:
-        """Ends them where gradcast has left the module, perhaps after an error."""
+        """Ends the snapshots after gradcast has left the module, perhaps because of an error."""
         self._end(_LIMIT_AFTER_ERROR_S)
 
     def stats(self) -> dict[str, Any]:
         return self._writer.stats()
 
     def follow(self, registration: Any, hooks: Sequence[Any]) -> None:
-        """By which the methods below are called; removed in the end."""
+        """Keeps the hooks that call the methods below, to remove them in the end."""
         self._registration, self._hooks = registration, list(hooks)
 
     def _end(self, limit_s: float | None = None) -> None:
@@ -138,7 +138,7 @@ class Snapshots:
     # --- Hooks of the training loop ---
 
     def after_step(self, _names: Sequence[str]) -> None:
-        """``step()`` has returned, once per step."""
+        """Called once per step, when ``step()`` has returned."""
         if self._has_ended:
             return
         now_s = time.perf_counter()
@@ -176,7 +176,7 @@ class Snapshots:
             self.begin_copy()
 
     def on_update(self, names: list[str], _parameters: list[nn.Parameter]) -> None:
-        """These parameters' updates have run."""
+        """Called when the updates of these parameters have run."""
         taken = self._taken
         if taken is None or not taken.awaiting:
             return
@@ -187,8 +187,8 @@ class Snapshots:
             self._finish_copy()
 
     def before_step(self, *_: Any) -> None:
-        """The next update begins: nothing may be left to copy. Of several optimizers' steps without a forward pass in
-        between, all belong to one step."""
+        """Called when the next update begins: nothing may be left to copy. Steps of several optimizers without a
+        forward pass in between belong to one step."""
         if self._taken is not None and self._taken.awaiting is not None:
             self._finish_copy()
 
@@ -196,7 +196,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def _copying(self, taken: _Taken) -> Iterator[None]:
-        """Takes the time. A failure (no memory, an object that cannot be saved) ends this snapshot only."""
+        """Measures the time. A failure (no memory, an object that cannot be saved) ends this snapshot only."""
         start_s = time.perf_counter()
         try:
             yield
@@ -213,7 +213,7 @@ class Snapshots:
         return self._copies
 
     def begin_copy(self) -> None:
-        """A forward pass begins, or a step without one: what is complete of a snapshot that is due is copied."""
+        """Copies the complete part of a scheduled snapshot, where a forward pass or a step without one begins."""
         taken = self._taken
         if taken is None or taken.awaiting is not None:
             return
@@ -226,7 +226,7 @@ class Snapshots:
             self._finish_copy()
 
     def _copy_complete(self, taken: _Taken) -> None:
-        """Copies all but the parameters whose updates are due."""
+        """Copies all but the parameters whose updates are pending."""
         module = self._module()
         assert module is not None, "its forward pass begins, or the program closes its snapshots"
         taken.own["random"] = random_state(self._device)
@@ -254,14 +254,14 @@ class Snapshots:
             _log.info("snapshots: rank %d keeps a copy of %.1f MB of the state", self._place.rank, size / 1e6)
 
     def _position(self, taken: _Taken) -> Any:
-        """The place behind the data of the step. The batch that the loop was handed since is the next step's, but if an
-        epoch has ended since, what the program does there is in the state, too."""
+        """Returns the place behind the data of the step. A batch that the loop was handed since belongs to the next
+        step, but if an epoch has ended since, the program's work there is in the state, too."""
         if isinstance(self._loader, ResumableLoader) and self._loader.state_dict()["epoch"] != taken.position["epoch"]:
             return self._loader.state_dict() | {"position": 0}
         return taken.position
 
     def _finish_copy(self) -> None:
-        """All updates of the step have run: copies the rest, and has it written."""
+        """Copies the rest when all updates of the step have run, and has it written."""
         taken, place = self._taken, self._place
         assert taken is not None, "a snapshot is being copied"
         written = taken.written

@@ -177,7 +177,7 @@ def _require_arguments(
             f"overhead={overhead!r}, keep={keep!r}, every={every!r}; give a share above 0, and whole numbers from 1 on"
         )
     if rate is not None and not _is_above_0(rate):
-        raise refused(f"write_bytes_per_s={rate!r}; give bytes per second above 0, or leave it out")
+        raise refused(f"write_bytes_per_s={rate!r}; give bytes per second above 0, or omit it")
     signals, known = options.signals, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     if not isinstance(signals, Collection) or not all(isinstance(each, int) and each in known for each in signals):
         raise refused(
@@ -231,7 +231,7 @@ def _is_count(value: object) -> bool:
 
 
 def planned_step(training: TrainingState) -> PlannedStep | None:
-    """None as for TrainingState.predicted_step."""
+    """Returns the predicted step; None as for TrainingState.predicted_step."""
     predicted = training.predicted_step()
     if predicted is None:
         return None

@@ -1,8 +1,8 @@
-"""What a snapshot consists of, and this rank's copy of its part.
+"""The contents of a snapshot, and this rank's copy of its part.
 
 Parameters, optimizer state and buffers are the same on all ranks, so each rank copies and writes a part of them. A
-parameter and its optimizer state have one owner, which follows from the sizes of the parameters. Buffers are rank 0's:
-those of a bare module travel from there. With local steps all of this is each rank's own, and each writes it whole.
+parameter and its optimizer state have one owner, which follows from the sizes of the parameters. Buffers are rank 0's,
+which sends those of a bare module. With local steps all of this is each rank's own, and each writes it whole.
 """
 
 import copy
@@ -87,14 +87,14 @@ class Copies:
         self._running: list[torch.cuda.Event] = []  # behind copies on a device
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the module still has the tensors that it had, and each optimizer its parameters."""
+        """Returns whether the module still has the same tensors, and each optimizer its parameters."""
         now = model_tensors(module)
         same = now.keys() == self._tensors.keys() and all(now[key] is self._tensors[key] for key in now)
         return same and self._updated == _updated(self._optimizers)
 
     @property
     def size_bytes(self) -> int:
-        """Of this rank's part, at this moment."""
+        """The size of this rank's part, at this moment."""
         keys = [key for keys in self._own_keys.values() for key in keys] + self._buffers
         states = [v for name in self._own_keys for v in self._entry(name).values() if isinstance(v, torch.Tensor)]
         return sum(each.nbytes for each in [*states, *(self._tensors[key] for key in keys)])
@@ -135,14 +135,14 @@ class Copies:
             self._running.append(event)
 
     def values(self) -> dict[Path_, torch.Tensor]:
-        """What was copied since ``begin``, when the copies have run. Any thread."""
+        """Returns the tensors copied since ``begin``, when the copies have run. Any thread."""
         while self._running:
             self._running.pop().synchronize()
         return {path: self._held[path] for path in self._taken}
 
     def optimizers_state(self) -> list[dict[str, Any]]:
-        """What the optimizers keep besides tensors of their parameters' state, for rank 0. REQUIRES: all updates of the
-        step have run."""
+        """The optimizers' states without tensors of parameters, for rank 0. REQUIRES: all updates of the step have
+        run."""
         found = []
         for optimizer, names in zip(self._optimizers, self._groups, strict=True):
             entries = {name: self._entry(name) for group in names for name in group}
@@ -181,7 +181,7 @@ def _updated(optimizers: Sequence[Optimizer]) -> list[list[list[int]]]:
 
 
 def group_names(optimizers: Sequence[Optimizer], names: dict[int, str]) -> list[list[list[str]]]:
-    """Of each optimizer and group, the names of its parameters. ``names``: by id of a parameter of the module. Raises
+    """The names of the parameters of each optimizer and group. ``names``: by id of a parameter of the module. Raises
     Error(invalid_use) if an optimizer updates others."""
     found = [[[names.get(id(p), "") for p in g["params"]] for g in each.param_groups] for each in optimizers]
     if any(not name for each in found for group in each for name in group):

@@ -35,8 +35,8 @@ Path_ = tuple[str, ...]  # of a tensor in the nested state dict
 
 
 class Listing(NamedTuple):
-    """Steps, ascending. ``unfinished``: of which this host has parts only. ``others``: names that a snapshot could have
-    of what is none."""
+    """Steps, ascending. ``unfinished``: those of which this host has only parts. ``others``: names like a snapshot's of
+    files that are none."""
 
     complete: list[int]
     unfinished: list[int]
@@ -90,12 +90,12 @@ def is_file_name(name: str) -> bool:
 
 
 def file_of(rank: int) -> str:
-    """The file of what belongs to one rank, and is no tensor."""
+    """The file of the objects of one rank, which are no tensors."""
     return f"rank-{rank}.pt"
 
 
 def local_path(rank: int) -> Path_:
-    """With local steps, what the paths of a rank's tensors begin with."""
+    """The beginning of the paths of a rank's tensors, with local steps."""
     return ("local", str(rank))
 
 
@@ -136,8 +136,8 @@ def complete(place: Path) -> None:
 
 
 def remove(place: Path) -> None:
-    """Removes what gradcast has written of a snapshot, and the folder, if nothing else is in it. Raises OSError.
-    REQUIRES: is_own(place)."""
+    """Removes the files of a snapshot that gradcast has written, and the folder, if nothing else is in it. Raises
+    OSError. REQUIRES: is_own(place)."""
     (place / METADATA).unlink(missing_ok=True)  # without it a snapshot is not there, so that none is ever half deleted
     for entry in place.iterdir():
         if entry.name == FRAMEWORK and entry.is_dir() and not entry.is_symlink():
@@ -156,7 +156,7 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def remove_leftovers(folder: Path, beyond: int | None) -> None:
-    """Removes parts of snapshots that were never completed, and those of a step ``beyond`` that one, which hosts with
+    """Removes parts of snapshots that were never completed, and snapshots of steps after ``beyond``, which hosts with
     folders of their own do not all have. Raises OSError. REQUIRES: nobody writes into the folder."""
     kept = {place_of(folder, step) for step in complete_steps(folder) if beyond is None or step <= beyond}
     for entry in folder.iterdir():
@@ -166,16 +166,15 @@ def remove_leftovers(folder: Path, beyond: int | None) -> None:
 
 
 def set_aside(folder: Path, steps: Iterable[int]) -> None:
-    """Gives snapshots another name that are not whole, so that those of the same steps can be written. Raises
-    OSError."""
+    """Renames snapshots that are not whole, so that others of the same steps can be written. Raises OSError."""
     for place in (place_of(folder, step) for step in steps):
         if is_own(place):
             place.rename(place.with_name(f"{place.name}.damaged-{secrets.token_hex(4)}"))
 
 
 def require_room(folder: Path) -> None:
-    """Raises Error(invalid_use) if others have written what snapshots are named like into a folder that is not yet
-    gradcast's: they would take a snapshot for theirs, or delete it. Raises OSError."""
+    """Raises Error(invalid_use) if another program has written files with names of snapshots into a folder that is not
+    yet gradcast's: it would take a snapshot for its own, or delete it. Raises OSError."""
     found = listed(folder)
     if found.others and not found.complete and _owner(folder) is None:
         raise refused(
@@ -185,7 +184,7 @@ def require_room(folder: Path) -> None:
 
 
 def take_over(folder: Path, name: str) -> None:
-    """From now on the folder is that of these snapshots. Raises OSError."""
+    """Marks the folder as that of these snapshots. Raises OSError."""
     mark, new = folder / MARK, folder / f"{MARK}-{name}"
     if os.path.lexists(mark) and _owner(folder) is None:
         raise FileExistsError(f"gradcast has not written {mark}; move it elsewhere")

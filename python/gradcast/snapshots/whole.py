@@ -11,7 +11,7 @@ from gradcast.training.ranks.group import Group
 
 
 class Whole:
-    """``extra``: by name, what each state_dict() returned. ``ranks``: by rank, its "random" state, "loader" and
+    """``extra``: the results of state_dict(), by name. ``ranks``: by rank, its "random" state, "loader" and
     "plan". ``damaged``: steps of newer snapshots that are not whole."""
 
     def __init__(self, reading: Reading, damaged: list[int]) -> None:

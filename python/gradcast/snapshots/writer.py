@@ -1,4 +1,4 @@
-"""Writes what was copied, in a thread, and agrees with the other ranks' writers on the step of the next snapshot.
+"""Writes copied snapshots in a thread, and agrees with the other ranks' writers on the step of the next one.
 
 When one snapshot is written, rank 0 chooses the step of the next. Each rank confirms that it has not come to it yet;
 otherwise a later one is chosen. Once a rank wants one soon, all look for an earlier step in the same way.
@@ -58,7 +58,7 @@ class Place:
 
 @dataclasses.dataclass
 class Written:
-    """What is written of one snapshot. ``failure``: why it could not be copied."""
+    """This rank's part of one snapshot. ``failure``: the reason why it could not be copied."""
 
     step: int
     begun_s: float
@@ -71,7 +71,7 @@ class Written:
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """What all ranks know of a snapshot. The times are the longest of a rank."""
+    """The result of a snapshot, the same on all ranks. The times are those of the slowest rank."""
 
     error: str | None
     write_s: float
@@ -125,8 +125,8 @@ class Writer:
             self._changed.wait_for(lambda: not self.is_busy, limit_s)
 
     def close(self, limit_s: float | None = None) -> None:
-        """Ends when what was submitted is written. Idempotent. ``limit_s``: of all that this waits for; None for other
-        ranks' limited time, and as long as this rank writes."""
+        """Returns when everything submitted is written. Idempotent. ``limit_s``: of the whole wait; None limits the
+        wait for other ranks only, not this rank's write."""
         self._schedule.end()
         self._agreement.end_within(_OTHERS_AT_CLOSE_S if limit_s is None else limit_s)
         with self._changed:
@@ -135,7 +135,7 @@ class Writer:
         self._thread.join(limit_s)
 
     def give_up(self, why: str, *, others_answer: bool = True) -> None:
-        """Snapshots end on this rank, and so on all. ``others_answer``: the last one may still be complete."""
+        """Ends snapshots on this rank, and so on all. ``others_answer``: the last one may still be complete."""
         self._set_ended(why)
         if not others_answer:
             self._agreement.end_within(0.0)
@@ -147,12 +147,12 @@ class Writer:
                 self.ended = self._stats["error"] = why
 
     def ask_for_last(self) -> None:
-        """A snapshot soon, before the program ends. Safe in a signal's handler."""
+        """Requests a last snapshot before the program ends. Safe in a signal handler."""
         self._asked_at = self._schedule.step
 
     @property
     def last_is_written(self) -> bool:
-        """Whether what ``ask_for_last`` has asked for is complete, or cannot be."""
+        """Returns whether the snapshot of ``ask_for_last`` is complete, or cannot be."""
         return self.ended is not None or (self._asked_at is not None and self._tried >= self._asked_at)
 
     def set_copy_bytes(self, size: int) -> None:
@@ -195,7 +195,7 @@ class Writer:
                 self._agreement.leave(self.ended)
 
     def _next_task(self) -> Written | bool | None:
-        """What was submitted, True if a rank wants a snapshot soon, None in the end."""
+        """Returns a submitted snapshot, True if a rank wants one soon, None in the end."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None or self._closing, self._look_s)
@@ -300,7 +300,7 @@ class Writer:
         self._choose(outcome.step, lambda now: step + every * max(1, math.ceil((now - step) / every)), soon, None)
 
     def _meet(self) -> None:
-        """A rank wants a snapshot before the one that is chosen. While some rank already takes that, there is none."""
+        """Agrees on an earlier snapshot, which a rank wants; on none once some rank has begun the chosen one."""
         self._has_met = True
         pending = self._schedule.next
         steps = self._agreement.meet((self._schedule.step, pending), lambda: self._waiting is not None)
@@ -311,7 +311,7 @@ class Writer:
             self._choose(now, lambda now: pending, True, pending)
 
     def _choose(self, now: int, usual: Callable[[int], int], soon: bool, instead_of: int | None) -> None:
-        """``usual``: from the lowest step that it can be, that of a snapshot without hurry."""
+        """Agrees on the next step. ``usual``: that of a snapshot without hurry, from the lowest possible step."""
         margin = 1
         while True:
             chosen = now + margin if soon else usual(now + margin)

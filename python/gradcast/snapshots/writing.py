@@ -70,7 +70,7 @@ class _FileOfTensors:
                 self._archives.append(_Archive(key, before, behind, checksums))
 
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor], files: Files) -> None:
-        """Raises OSError."""
+        """Writes the file. Raises OSError."""
         with files.create_stream(folder / self._name, "wb") as stream:
             for key, before, behind, checksums in self._archives:
                 values = bytes_of(tensors[key])
@@ -116,7 +116,7 @@ class Layout:
     text: bytes = b""  # of LAYOUT
 
     def take_in(self, parts: Sequence[Part | None]) -> None:
-        """``parts``: what each rank's write_part has returned, None of one that has failed."""
+        """``parts``: the results of write_part by rank, None for a rank that has failed."""
         for rank, part in enumerate(parts):
             if part is not None and part.new is not None:
                 self.parts[rank] = part.new

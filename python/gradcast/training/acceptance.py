@@ -1,4 +1,4 @@
-"""What ``attach`` accepts: one decision over the whole module tree, its parameters' hooks, and the optimizers.
+"""The models that ``attach`` accepts: one decision over the module tree, its parameters' hooks, and the optimizers.
 
 Every gradient has one owner. So a module is accepted if nothing else reduces its gradients, or if one
 DistributedDataParallel anywhere in the tree does, whose reduction gradcast takes over. Anything else that puts hooks
@@ -59,7 +59,7 @@ _REMEDY = "train with it alone, or give gradcast the plain module"
 class Accepted:
     """The parts of an accepted module, or of several that are trained as one.
 
-    ``whole``: what was given to attach; a list as an nn.ModuleList. ``module``: the user's own, inside its wrappers.
+    ``whole``: the argument of attach; a list as an nn.ModuleList. ``module``: the user's own, inside its wrappers.
     ``ddp``: the one whose reduction is taken over; None for a bare module. ``called``: the outermost module that every
     forward pass goes through and that no compiler looks into; of a list, all. ``parameters``: those that need
     gradients, by name. ``read``: what each optimizer's step() reads, if it updates in parts.
@@ -265,14 +265,14 @@ def _check_ignored(ddp: DistributedDataParallel | None, module: nn.Module) -> No
     ignored = {*getattr(ddp, "parameters_to_ignore", ()), *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     if ignored:
         raise refused(
-            f"DDP is told to ignore {min(ignored)}, which each rank then has for itself, and gradcast would average "
-            "it; leave it out of the module that is attached, or train with DDP"
+            f"DDP ignores {min(ignored)}, which each rank then has for itself, and gradcast would average "
+            "it; exclude it from the module that is attached, or train with DDP"
         )
 
 
 def _check_ddp(ddp: DistributedDataParallel, process_group: Any) -> None:
     if process_group is not None and process_group is not ddp.process_group:
-        raise refused("process_group is not the group of this DDP module; leave it out")
+        raise refused("process_group is not the group of this DDP module; omit it")
     check_comm_hooks(ddp)
     if getattr(ddp, "mixed_precision", None) is not None:
         raise refused("DDP's mixed_precision reduces gradients in its own way; use torch.autocast with gradcast")

@@ -42,15 +42,15 @@ def attach(
     process_group: Any = None,
     options: Options | None = None,
 ) -> Handle:
-    """Lets the module's gradients travel by a plan. Collective over the workers; call it before the training loop.
+    """Sends the module's gradients by a plan. Collective over the workers; call it before the training loop.
 
     ``module``: a bare module, or one with a DistributedDataParallel around it, which may lie inside torch.compile() or
     a framework's wrapper. All trainable parameters must be on one device; the guarantees list what is accepted. A bare
     module gets rank 0's parameters and buffers now, and its buffers in each training forward pass, as with DDP.
-    A list of bare modules, none inside another, is trained as one: gradients of all of them travel by one plan. Put a
-    loss with parameters into the list, too; parameters are named by position ("1.scale").
+    A list of bare modules, none inside another, is trained as one: one plan sends the gradients of all. Put a loss with
+    parameters into the list, too; parameters are named by position ("1.scale").
     ``optimizer``: one, or a list of all that update the module; a framework's wrapper around one is accepted. With it,
-    gradcast works in overlap mode: gradients of a step travel while the next forward pass runs, and each parameter is
+    gradcast works in overlap mode: gradients of a step are sent while the next forward pass runs, and each parameter is
     updated before it is read. Without it, in hook mode: all gradients have arrived when backward ends, as with DDP.
     ``process_group``: the workers. Default: all, or those of the DDP module.
 
@@ -184,7 +184,7 @@ def _attached(
 
 
 def _tell_of_backend(backend: str | None, options: Options, module: nn.Module) -> None:
-    """``backend``: None for a single worker. ``module``: runs forward beside blocks."""
+    """Warns of settings and modules that do not fit the backend. ``backend``: None for a single worker."""
     norms = [name for name, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)]
     if backend == "nccl" and norms:
         _log.warning(
@@ -194,7 +194,7 @@ def _tell_of_backend(backend: str | None, options: Options, module: nn.Module) -
         )  # fmt: skip
     if backend == "nccl":
         return
-    why = "a single worker sends nothing" if backend is None else f"blocks travel over {backend}"
+    why = "a single worker sends nothing" if backend is None else f"blocks are sent over {backend}"
     for name in ("max_ctas", "register_buffers"):
         if getattr(options.nccl, name):
             _log.warning("options.nccl.%s is for blocks over NCCL, and %s, so it changes nothing", name, why)
@@ -213,7 +213,7 @@ def _tell_exchange(
             levels = "; hosts with differently many ranks do not sum their gradients first"
         _log.info("%s%s", found.describe(), levels)
     if wire_taken(found, wire, on_device=on_device) != wire:
-        _log.warning("%s; they travel in fp32", saves_nothing(found, wire))
+        _log.warning("%s; they are sent in fp32", saves_nothing(found, wire))
         return
     if wire != "fp32":
         feedback = " with error feedback, which keeps one more copy of the fp32 gradients" if wire == "int8" else ""

@@ -43,7 +43,7 @@ def collect_dropped() -> None:
 
 
 def detach_left(module: nn.Module) -> None:
-    """Detaches what a training that ended with an error has left on the module. Collective, as the error was."""
+    """Detaches from the module a training that has ended with an error. Collective, as the error was."""
     attached = attached_to(module)
     if attached is not None:
         detach(attached)

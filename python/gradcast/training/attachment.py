@@ -1,4 +1,4 @@
-"""What stays on a module, or several, from ``attach`` to ``detach``: the hooks around forward, and the current session.
+"""An attachment to one or more modules, from ``attach`` to ``detach``: hooks around forward, and the current session.
 
 A session is made for a set of parameters. When that set changes (a layer is thawed or added), a new session begins,
 with a warm-up of its own. Inside ``ddp.join()``, while ranks run out of inputs, DDP reduces by itself.
@@ -32,13 +32,13 @@ _RESTART = "beginning again with the module's new parameters"
 
 
 class Attachment:
-    """Attached, for two or more workers."""
+    """The attachment with two or more workers."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self.callbacks = setup, setup.callbacks
         self._given = GivenWeights(setup.options.weight)
         self._balancing: Balancing | None = None
-        # Ids of parameters that were left out of a session because they were long frozen, and of those that came back.
+        # Ids of parameters excluded from a session because they were frozen for long, and of those that came back.
         self._left_out: set[int] = set()
         self._thawed: set[int] = set()
         self._is_borrowed = False  # the open forward pass uses other tensors than the module's own
@@ -79,7 +79,7 @@ class Attachment:
 
     @property
     def released(self) -> bool:
-        """Whether gradcast has left the module. True in a forked child, which gradcast leaves alone."""
+        """True once gradcast has left the module, also in a forked child, which gradcast leaves alone."""
         return self.session.released and self._failure is None
 
     def release(self, *, leaves: bool = True, reusable: bool = False) -> None:
@@ -130,11 +130,11 @@ class Attachment:
         self._hooks += [each.register_forward_pre_hook(count, with_kwargs=True) for each in self._setup.accepted.called]
 
     def _send_nothing(self) -> None:
-        """This rank runs no backward pass in this step, and perhaps no forward pass, while others do."""
+        """Takes part in a step whose backward pass, and perhaps forward pass, only other ranks run."""
         if self._given.contributes or not self.session.forward.is_synchronizing:
             raise refused(
-                "no gradients have travelled inside handle.weight(); put it around the backward pass of the step that "
-                "is not in no_sync(), with all samples of the step; only a rank with 0 samples may leave backward out"
+                "no gradients were sent inside handle.weight(); put it around the backward pass of the step that "
+                "is not in no_sync(), with all samples of the step; only a rank with 0 samples may omit backward"
             )
         with torch.enable_grad():
             self.callbacks.without_forward()
@@ -178,7 +178,7 @@ class Attachment:
             self._compiled.resolve_first(called)
 
     def _before_inner(self, inner: nn.Module, __: Any, ___: bool) -> None:
-        """The module inside a wrapper may be called alone."""
+        """Called before forward of the module inside a wrapper, which may be called alone."""
         if self.session.released:
             return
         if torch.jit.is_tracing():  # the trace must not contain our waiting
@@ -209,7 +209,7 @@ class Attachment:
 
     def _restart(self, frozen: set[int]) -> None:
         """Begins a session with the parameters that the module has now, without those in ``frozen`` (ids). Collective:
-        a model changes on all ranks alike, and all ranks learn in the same step that a parameter is long frozen."""
+        a model changes on all ranks alike, and all ranks learn in the same step that one is frozen for long."""
         before, group, inner = self.session, self._setup.group, self._setup.accepted.module
         # Until all ranks agree, the session stays: a program that goes on after an error meets that again.
         with before.exchange.watch.waiting("the agreement on the module's new parameters"):
@@ -240,7 +240,7 @@ class Attachment:
         self._compiled.release()
         self._compiled = self._compiled_blocks()
         why = (
-            f"{len(frozen)} parameters have long been frozen, and no longer travel"
+            f"{len(frozen)} parameters have been frozen for long, and are no longer sent"
             if frozen
             else "the module's parameters have changed"
         )

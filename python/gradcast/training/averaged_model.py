@@ -1,5 +1,5 @@
-"""An AveragedModel of torch that is kept part by part: what ``averaged.update_parameters(module)`` after each step
-gives, bit for bit, since its own code runs on each part.
+"""An AveragedModel of torch that is kept part by part, with the bits of ``averaged.update_parameters(module)`` after
+each step, since torch's own code runs on each part.
 
 Parameters are averaged when their updates have run. Buffers and frozen parameters are averaged, and the step is
 counted, where ``step()`` returns: the next forward pass changes buffers.

@@ -25,11 +25,11 @@ class EarlyUses(pending.Owner):
         self.lines: dict[tuple[str, Cause], tuple[str, set[int]]] = {}
 
     def watch_gradients(self) -> None:
-        """Backward has ended."""
+        """Called when backward has ended."""
         self._watch(Cause.GRADIENTS, [parameter.grad for parameter in self._parameters])
 
     def watch_parameters(self) -> None:
-        """``step()`` has ended."""
+        """Called when ``step()`` has ended."""
         self._watch(Cause.PARAMETERS, self._parameters)
 
     def _watch(self, cause: Cause, tensors: Sequence[torch.Tensor | None]) -> None:

@@ -80,17 +80,17 @@ class Handle:
 
     @property
     def measuring(self) -> bool:
-        """Whether a warm-up is running, the first one or one after a change."""
+        """True while a warm-up is running, the first one or one after a change."""
         return self._session.report.measuring
 
     @property
     def layout(self) -> tuple[GradientRange, ...]:
-        """The place of each gradient, and of what travels with them, in the order of the plan's profile."""
+        """The place of each gradient, and of the values sent with them, in the order of the plan's profile."""
         return self._session.report.layout
 
     def flush(self) -> None:
-        """Waits until every gradient in flight has arrived, and runs every update that is due (on a device: puts it on
-        the current stream).
+        """Waits until every gradient in flight has arrived, and runs every pending update (on a device: puts it on the
+        current stream).
 
         Needed only before parameters are read in ways that PyTorch does not show: raw pointers, to_dlpack(),
         TorchScript.
@@ -102,15 +102,15 @@ class Handle:
         """Sends rank 0's buffers to all ranks now, after ``flush()``. Collective.
 
         Needed only if the program changes buffers on rank 0 alone between backward and the next forward pass: those of
-        a bare module travel with the gradients.
+        a bare module are sent with the gradients.
         """
         self._session.send_buffers(list(self._require_module().buffers()))
 
     def collective(self) -> contextlib.AbstractContextManager[None]:
-        """Around collective operations of the program's own: waits until nothing of gradcast travels, and lets nothing
-        start before the block ends, so that all ranks begin them in one order, as NCCL requires of the communicators on
-        a device. Put it on every rank, outside of backward. It waits as ``flush()`` does, so use it for what is rare:
-        metrics, evaluation, checkpoints. Over Gloo it is not needed.
+        """Context for collective operations of the program's own: waits until nothing of gradcast is in flight, and
+        starts nothing before the block ends, so that all ranks begin them in one order, as NCCL requires of the
+        communicators on a device. Put it on every rank, outside of backward. It waits as ``flush()`` does, so use it
+        for what is rare: metrics, evaluation, checkpoints. Over Gloo it is not needed.
 
         Raises Error(invalid_use) inside backward; ``backward()`` inside the block raises it, too, and with local steps
         ``step()``.
@@ -126,7 +126,7 @@ class Handle:
         return self._session.progress.no_sync_blocks.around()
 
     def weight(self, n: float) -> contextlib.AbstractContextManager[None]:
-        """Around backward: this rank counts n in the mean over the ranks, which is the sum of n times the rank's
+        """Context for backward: this rank counts n in the mean over the ranks, which is the sum of n times the rank's
         gradient over the sum of all n. The loss is the mean over the rank's own samples, as usual.
 
         ``n``: a number from 0 to 2^53: the samples or tokens of the whole step, with all its micro-batches. A rank
@@ -139,7 +139,7 @@ class Handle:
         return self._training.attached.weight(n)
 
     def end_round(self) -> None:
-        """With local steps: averages the ranks' parameters now, whatever is left of the round, so that afterwards all
+        """Averages the ranks' parameters now, with local steps, whatever is left of the round, so that afterwards all
         ranks have the global copy. Collective: after the same step on all ranks, or an Error says that they differ.
         Call it after the last step, before the model is saved or used. The next round begins anew.
 
@@ -149,8 +149,8 @@ class Handle:
         self._session.rounds.end_round()
 
     def global_model(self) -> contextlib.AbstractContextManager[None]:
-        """With local steps: inside, the module has the global copy's parameters and buffers, the same on all ranks,
-        and afterwards this rank's own. Not collective. Needs memory for one more copy of the model meanwhile.
+        """Context for local steps: inside, the module has the global copy's parameters and buffers, the same on all
+        ranks, and afterwards this rank's own. Not collective. Needs memory for one more copy of the model meanwhile.
 
         Raises Error(invalid_use) without ``Options(local=...)``, and for ``step()`` inside.
         """
@@ -203,9 +203,9 @@ class Handle:
         names to a tensor or a list of tensors. Reading one waits until its parameter is updated and the function has
         run, so an averaged model can be evaluated or saved at any time. (Views of them taken earlier do not wait.)
 
-        Updates that are due run first: the function is called for steps from the next one on. An exception of the
-        function is raised, as gradcast.Error, where the program waits for the parameter; all parameters are updated,
-        and other functions are called, as if it had not failed. Functions stay when the module's parameters change,
+        Pending updates run first: the function is called for steps from the next one on. An exception of the function
+        is raised, as gradcast.Error, where the program waits for the parameter; all parameters are updated, and other
+        functions are called, as if it had not failed. Functions stay when the module's parameters change,
         and end with ``detach()``. Not collective: a single rank may keep an average.
 
         Raises Error(invalid_use) if ``function`` cannot be called, or if ``owned`` has an unknown name, a tensor twice,
@@ -262,8 +262,8 @@ class Handle:
         more objects with these, the same on all ranks (a scheduler, a GradScaler). ``optimizer``: in hook mode, where
         ``attach`` is given none. ``write_bytes_per_s``: the most that a rank writes, for a disk that others need, too.
         ``over_network``: the folder is reached over the network of the training, so that a part is written while no
-        block travels. ``signals``: those that end the program once a last snapshot is complete, if they leave time for
-        that.
+        block is in flight. ``signals``: those that end the program once a last snapshot is complete, if they leave time
+        for that.
 
         Raises Error(invalid_use), on every rank, if the folder cannot be written, if it holds snapshots that this
         program has not resumed, or checkpoints of another program, or if a state is more than plain data and tensors,
@@ -288,8 +288,8 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """Plan and profile for a checkpoint: a dict of strings and numbers.
 
-        With local steps it holds tensors, too: this rank's parameters, the global copy, the outer momentum, and what
-        travels. Each rank saves its own. Never starts a collective operation.
+        With local steps it holds tensors, too: this rank's parameters, the global copy, the outer momentum, and the
+        fragments in flight. Each rank saves its own. Never starts a collective operation.
         """
         require_attached(self._session)
         return self._session.checkpoint.state_dict()

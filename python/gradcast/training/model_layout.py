@@ -1,5 +1,5 @@
-"""Notices, within microseconds per forward pass, that a module's parameters, their types or their optimizers have
-changed, that a forward pass only borrows the module for other tensors, and that it is one of a pipeline's stage."""
+"""Detects, within microseconds per forward pass, changes of a module's parameters, their types or their optimizers, a
+forward pass with other tensors in place of the module's own, and one of a pipeline's stage."""
 
 import itertools
 import sys
@@ -26,7 +26,7 @@ class ModelLayout:
         self._hold()
 
     def changed(self) -> bool:
-        """Whether a parameter was added, removed, replaced, converted or thawed, or an optimizer's parameters changed.
+        """True if a parameter was added, removed, replaced, converted or thawed, or an optimizer's parameters changed.
 
         Freezing a parameter does not count: it has no gradient then, and loops (of GANs, for example) freeze and thaw
         parameters in turn.
@@ -59,7 +59,7 @@ class ModelLayout:
 
 
 def in_functional_call() -> bool:
-    """Whether torch.func.functional_call() runs this forward pass, with other tensors in place of the module's own."""
+    """True if torch.func.functional_call() runs this forward pass, with other tensors in place of the module's own."""
     return _runs_this(_STATELESS)
 
 
@@ -74,7 +74,7 @@ def refuse_pipeline() -> None:
 
 
 def _runs_this(module: str) -> bool:
-    """Whether a function of this module of Python's has led here."""
+    """True if a function of this Python module is among the callers."""
     frame = sys._getframe(1) if module in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__") == module:
@@ -84,6 +84,6 @@ def _runs_this(module: str) -> bool:
 
 
 def holds_other_tensors(module: nn.Module) -> bool:
-    """Whether a tensor that is no parameter is in the place of one, because other code borrows the module."""
+    """True if a tensor that is no parameter is in the place of one, because other code borrows the module."""
     held = (each for part in module.modules() for each in part._parameters.values())
     return any(each is not None and not isinstance(each, nn.Parameter) for each in held)

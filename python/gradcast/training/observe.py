@@ -1,4 +1,4 @@
-"""What the doctor, the laboratory and loggers use of a training: its steps, and what a trial of gradcast takes."""
+"""The parts of a training for the doctor, the laboratory and loggers: its steps, and trials of gradcast."""
 
 import contextlib
 import logging
@@ -31,14 +31,14 @@ def last_steps(handle: Handle, count: int) -> list[Step]:
 
 
 def variation(handle: Handle) -> StepVariation:
-    """How much the steps that the plan was made from differ. Known on rank 0 only. REQUIRES: as ``last_steps``."""
+    """The variation of the steps that the plan was made from. Known on rank 0 only. REQUIRES: as ``last_steps``."""
     session = handle._training.session
     assert isinstance(session, Session), "a plan is followed"
     return session.controller.agreed.variation
 
 
 def leave_to_ddp() -> None:
-    """From now on, ``attach`` leaves the modules of this process to stock DDP."""
+    """Makes ``attach`` leave the modules of this process to stock DDP, from now on."""
     os.environ[VARIABLE] = "1"
 
 
@@ -49,8 +49,8 @@ def tried(
     optimizers: Sequence[Optimizer],
     options: Options,
 ) -> Iterator[Handle]:
-    """Inside, gradcast is attached to the module, without its log, also after ``leave_to_ddp``: what the program has
-    attached since then is inactive, and put aside. ``idle``: wrappers of the module, that nobody calls. Collective."""
+    """Attaches gradcast inside the block, without its log, also after ``leave_to_ddp``: the program's attachments since
+    then are inactive, and put aside. ``idle``: wrappers of the module, that nobody calls. Collective."""
     log = logging.getLogger("gradcast")
     before, log.disabled = log.disabled, True
     disabled = os.environ.pop(VARIABLE, None)

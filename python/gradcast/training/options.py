@@ -72,7 +72,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class Planning(_Group, prefix="options.plan"):
-    """How plans are made.
+    """Settings of measuring and planning.
 
     * ``file``: a file with a plan to follow instead of one made from the measurements. The environment variable
       GRADCAST_PLAN does the same.
@@ -142,7 +142,7 @@ class Clip(_Group, prefix="options.clip"):
         if self.norm is not None and self.value is not None:
             raise Error("options.clip.norm and options.clip.value are both given; choose one")
         if self.norm is None and self.norm_type != 2.0:
-            raise Error("options.clip.norm_type is given without norm; give both, or leave it out")
+            raise Error("options.clip.norm_type is given without norm; give both, or omit it")
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class LocalSteps(_Group, prefix="options.local"):
     def _exclude(self, names: Iterable[str], why: str) -> None:
         for name in names:
             if getattr(self, name) is not None:
-                raise Error(f"options.local.{name} {why}; leave it out")
+                raise Error(f"options.local.{name} {why}; omit it")
 
     @property
     def limit(self) -> int:

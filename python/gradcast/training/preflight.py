@@ -86,7 +86,7 @@ def check_connections(mode: str, process_group: Any, device: torch.device) -> No
 
     With one queue, a kernel waits for all that was queued before it. Blocks are queued when their gradients are ready,
     so beside collectives of forward the order differs between ranks, and each rank may wait for what another one has
-    queued behind. In hook mode blocks travel in backward only, as DDP's buckets do.
+    queued behind. In hook mode blocks are sent in backward only, like DDP's buckets.
     """
     shared = shared_group(process_group)
     if mode not in ("overlap", "local") or shared is None or shared.size() == 1:
@@ -130,7 +130,7 @@ def check_same_call(group: Group, mode: str, options: Options) -> list[Place]:
 
 
 def check_same_restart(group: Group, mode: str, options: Options) -> None:
-    """As ``check_same_call``, during training: uses no process group. Collective."""
+    """Repeats ``check_same_call`` during training: uses no process group. Collective."""
     _check_same(group.gather(_call(mode, options), beside_blocks=True))
 
 
@@ -139,7 +139,7 @@ def _call(mode: str, options: Options) -> _Call:
 
 
 def _settings(group: Any, prefix: str = "") -> dict[str, Any]:
-    """By name, as in "clip.norm"."""
+    """The settings by name, such as "clip.norm"."""
     found: dict[str, Any] = {}
     for each in dataclasses.fields(group):
         name, value = prefix + each.name, getattr(group, each.name)
@@ -165,7 +165,7 @@ def _check_same(everyone: Sequence[_Call]) -> None:
 
 
 def copy_model_from_first(group: Group, module: nn.Module, options: Options) -> None:
-    """Rank 0's parameters and, unless the options exclude them, buffers, on every rank. Collective."""
+    """Copies rank 0's parameters and, unless the options exclude them, buffers to every rank. Collective."""
     buffers = module.buffers() if options.broadcast_buffers else ()
     group.copy_from_first([*module.parameters(), *buffers], "the module's parameters and buffers")
 
@@ -185,7 +185,7 @@ def check_same_model(group: Group, module: nn.Module) -> None:
 
 
 def _features(name: str, tensor: torch.Tensor) -> str:
-    """What must be the same on all ranks. Gradients are summed as they lie in memory, so strides count, except those of
-    dimensions of size 1."""
+    """Features that must be the same on all ranks. Gradients are summed as they lie in memory, so strides count, except
+    those of dimensions of size 1."""
     strides = tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return f"{name} of shape {tuple(tensor.shape)}, type {tensor.dtype} and strides {strides}"

@@ -1,4 +1,4 @@
-"""What snapshots and samplers use of a training: its state, when that is complete, and the ranks that share it."""
+"""The parts of a training for snapshots and samplers: its state, the time when that is complete, and its ranks."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ __all__ = ["PredictedStep", "SamplerCall", "ShareSchedule", "TrainingState", "Up
 
 
 class PredictedStep(NamedTuple):
-    """A step as the plan in force predicts it. ``leaving_share``: of a block's bytes, those that leave a host."""
+    """The predicted step of the plan in force. ``leaving_share``: of a block's bytes, those that leave a host."""
 
     mode: str
     timeline: _core.Timeline
@@ -47,7 +47,7 @@ class TrainingState:
 
     @staticmethod
     def of(handle: Any, what: str) -> "TrainingState":
-        """Raises Error(invalid_use) for anything else than a handle. ``what``: was given it."""
+        """Raises Error(invalid_use) for anything else than a handle. ``what``: its receiver, for the error."""
         found = getattr(handle, "_training", None)
         if not isinstance(found, TrainingState):
             raise refused(f"{what} got a {type(handle).__name__} as handle; pass what gradcast.attach() returned")

@@ -16,8 +16,8 @@ from gradcast.training.sessions.kinds import Attached, TrainingSession
 class Step:
     """One step, from the start of its backward pass to the start of the next. ``number``: steps completed before it.
     ``plan``: that it followed. ``backward_ns``, ``update_ns``: computed; ``forward_ns``: everything else, as in a
-    profile, but for ``wait_ns``, in which the training thread waited for the network. ``link_ns``: some block was due
-    and not finished. ``update_calls``: of the optimizers. Where no plan is followed (local steps, one worker,
+    profile, but for ``wait_ns``, in which the training thread waited for the network. ``link_ns``: some block was ready
+    to be sent or in flight. ``update_calls``: of the optimizers. Where no plan is followed (local steps, one worker,
     GRADCAST_DISABLE) it lasts from the end of one ``step()`` to the end of the next, and the rest is None."""
 
     number: int

@@ -195,7 +195,7 @@ def test_torch_finds_nothing_to_warn_of_where_a_group_is_destroyed(rank):
 def test_options_for_nccl_are_ignored_with_a_sentence_elsewhere(rank):
     with heard() as lines:
         attach(nn.Linear(3, 3), None, "hook", nccl=gradcast.Nccl(4, register_buffers=True)).detach()
-    why = "is for blocks over NCCL, and blocks travel over gloo, so it changes nothing"
+    why = "is for blocks over NCCL, and blocks are sent over gloo, so it changes nothing"
     told = [f"options.nccl.{name} {why}" for name in ("max_ctas", "register_buffers")]
     assert [each for each in lines if "NCCL" in each] == (told if rank.index == 0 else [])
 

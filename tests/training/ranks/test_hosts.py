@@ -121,6 +121,6 @@ def test_gradients_that_travel_as_they_are_are_named():
 def test_on_one_host_there_is_no_wire_format(rank):
     with hosts_of(2), heard(logging.WARNING) as lines:
         handle = attach(torch.nn.Linear(3, 3), None, "hook", wire="int8")
-    expected = "int8 on the wire saves nothing on 1 host of 2 ranks: no gradient leaves it; they travel in fp32"
+    expected = "int8 on the wire saves nothing on 1 host of 2 ranks: no gradient leaves it; they are sent in fp32"
     assert lines == ([expected] if rank.index == 0 else [])
     assert handle.stats()["wire"] == "fp32"

@@ -17,7 +17,7 @@ _CALLED_IN = {
 
 @functools.cache
 def before_wrapping(finish: Callable[[Any], None]) -> None:
-    """From now on ``finish(tensor)`` is called before a tensor is wrapped."""
+    """Calls ``finish(tensor)`` before each tensor that is wrapped from now on."""
     for module_name, names in _CALLED_IN.items():
         module = importlib.import_module(module_name)
         for name in names:

@@ -24,7 +24,7 @@ class _State:
 
     @classmethod
     def forget(cls) -> None:
-        """In a child that another thread has forked: the block ends in the parent only."""
+        """Called in a child that another thread has forked: the block ends in the parent only."""
         cls.caught = None
 
 
@@ -47,7 +47,7 @@ class _Delayed:
 
 @contextlib.contextmanager
 def after_this() -> Iterator[None]:
-    """Signals take effect at the end of the block. Use it only for blocks that do not wait.
+    """Delays signals to the end of the block. Use it only for blocks that do not wait.
 
     Python runs signal handlers on the main thread only, so other threads need no delay. Neither do handlers that are
     not Python functions (None, SIG_IGN, SIG_DFL): they read nothing.

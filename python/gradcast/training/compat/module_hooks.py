@@ -15,7 +15,7 @@ from torch import nn
 # Part of the error of a compiler that must not break the graph.
 _REASON = (
     "gradcast waits here, around forward; give attach the compiled module, torch.compile(module, fullgraph=True), or "
-    "leave out fullgraph=True"
+    "omit fullgraph=True"
 )
 
 
@@ -35,7 +35,7 @@ class WeakHook:
 class UncopiedHook:
     """A hook that calls ``function(module, value, compiled)``, hidden from torch.compile.
 
-    ``value``: the last of the hook's arguments. ``compiled``: whether the forward pass runs inside torch.compile. A
+    ``value``: the last of the hook's arguments. ``compiled``: True if the forward pass runs inside torch.compile. A
     return value other than None replaces ``value``.
     """
 

@@ -45,11 +45,11 @@ _MODE = 0o755
 
 
 class BuildError(Exception):
-    """Says what is missing or what the compiler printed, and what to do."""
+    """Error whose text says what is missing or what the compiler printed, and what to do."""
 
 
 class NoCompilerError(BuildError):
-    """There is no compiler here."""
+    """Error where there is no compiler."""
 
 
 def files(root: Path) -> list[Path]:

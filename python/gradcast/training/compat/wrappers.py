@@ -1,4 +1,4 @@
-"""The user's own module and optimizer inside what frameworks and torch wrap around them."""
+"""The user's own module and optimizer inside the wrappers of frameworks and torch."""
 
 from typing import Any
 

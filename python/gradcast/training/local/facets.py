@@ -1,4 +1,4 @@
-"""What a session of local steps reports, saves, and lends to the module."""
+"""Statistics, saved state and global copy of a session of local steps."""
 
 import contextlib
 import logging
@@ -70,7 +70,7 @@ class LocalReport(facets.Report):
 
 
 class GlobalCopy(facets.RoundCalls):
-    """The rounds, as the program ends and sees them."""
+    """The program's calls that end a round, and that show the global copy."""
 
     def __init__(self, report: LocalReport, progress: Progress) -> None:
         self._report, self._fragments, self._progress = report, report.fragments, progress

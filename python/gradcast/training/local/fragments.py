@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def is_moved(self) -> bool:
-        """Whether its elements lie in another order than at attach."""
+        """True if its elements lie in another order than at attach."""
         now = self.held[self.key]
         return (
             now is None or now.shape != self.shape or _order(now.shape, now.stride()) != _order(now.shape, self.strides)
@@ -119,7 +119,7 @@ def entries(parameters: dict[str, nn.Parameter], module: nn.Module) -> list[Entr
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """In which elements lie: dimensions of size 1 do not count."""
+    """The order of the dimensions in memory; those of size 1 do not count."""
     return [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
 
 
@@ -172,7 +172,7 @@ class Fragments:
             yield from pieces
 
     def hold_views(self) -> None:
-        """After the buffers were laid out."""
+        """Takes views of the buffers. REQUIRES: these are laid out."""
         for pieces, indices in zip(self.pieces, self.indices, strict=True):
             for piece, index in zip(pieces, indices, strict=False):  # the last index is the header's
                 piece.difference = self.buffers.views[index].view(-1)

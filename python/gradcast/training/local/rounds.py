@@ -74,7 +74,7 @@ class FragmentExchange:
         self.left = collections.deque((first + position) % count for position in range(count))
 
     def send(self, fragment: int) -> None:
-        """The fragment is written."""
+        """Lets the engine send the fragment, which is written."""
         assert self.left[0] == fragment, "fragments are sent in their order"
         self.left.popleft()
         for index in self._fragments.indices[fragment]:
@@ -147,7 +147,7 @@ class Rounds:
                 self.clock = 0  # the next round begins as the first one does
 
     def end(self) -> None:
-        """Afterwards the parameters of all ranks are the global copy. Collective."""
+        """Ends the round: afterwards the parameters of all ranks are the global copy. Collective."""
         if self.clock == 0:
             return  # nothing is left of a round; another one would move the copy by its momentum alone
         with self._failing():
@@ -247,7 +247,7 @@ class Rounds:
     # --- Checkpoints ---
 
     def state(self, kept: dict[str, Any] | None = None) -> dict[str, Any]:
-        """``kept``: see Fragments.by_name; then what the module's state dict has is left out."""
+        """``kept``: see Fragments.by_name; then the entries of the module's state dict are omitted."""
         self.await_taken()
         fragments = self._fragments
         in_flight = {k: [each.difference.clone() for each in fragments.pieces[k]] for k in self._taken}

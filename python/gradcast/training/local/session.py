@@ -49,7 +49,7 @@ def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) 
     if hosts.count == 1 or hosts.ranks_per_host in (None, 1):
         raise refused(
             "options.local.inner is 'host', which needs two or more hosts, all with the same number of ranks, two or "
-            f"more; this is {hosts.describe()}: leave it out"
+            f"more; this is {hosts.describe()}: omit it"
         )
     own = [rank for rank, host in enumerate(hosts.host_of) if host == hosts.host_of[group.rank]]
     everyone = dist.get_process_group_ranks(group.shared)
@@ -204,14 +204,12 @@ class LocalStepsSession(TrainingSession):
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
         raise refused(
-            "handle.weight() weighs gradients, and local steps send none: the ranks' differences count alike; leave it "
-            "out, or train without options.local"
+            "handle.weight() weighs gradients, and local steps send none: the ranks' differences count alike; omit it, "
+            "or train without options.local"
         )
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
-        raise refused(
-            "BalancedBatchSampler weighs gradients, and local steps send none; leave it out, or options.local"
-        )
+        raise refused("BalancedBatchSampler weighs gradients, and local steps send none; omit it, or options.local")
 
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         raise refused("local steps average the module's buffers once a round; call handle.end_round()")

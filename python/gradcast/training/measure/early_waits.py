@@ -1,8 +1,8 @@
 """Lines of the program that make a step wait before the next forward pass.
 
-Communication that the program waits for between backward and forward overlaps with neither. Only what has really
-waited is looked up, so a step without such waits pays nothing. In the warm-up ``step()`` waits for everything; there,
-its wait is charged to the first line that would otherwise have waited.
+Communication that the program waits for between backward and forward overlaps with neither. Only actual waits are
+looked up, so a step without them pays nothing. In the warm-up ``step()`` waits for everything; there, its wait is
+charged to the first line that would otherwise have waited.
 
 Thread safety: under the session's lock.
 """
@@ -114,7 +114,7 @@ class EarlyWaits:
         self._hidden_ns = 0  # what step() has waited in this step of the warm-up, until a line has got it
 
     def begin_step(self, now_ns: int, *, measuring: bool, counts: bool) -> None:
-        """Backward of a step begins. ``measuring``: in a warm-up. ``counts``: the step can overlap with forward."""
+        """Called where backward begins. ``measuring``: in a warm-up. ``counts``: the step can overlap with forward."""
         if self._counts:
             self._steps += 1
             self._elapsed_ns += now_ns - self._began_ns
@@ -149,11 +149,12 @@ class EarlyWaits:
             self._add(self._line(cause), waited_ns)
 
     def step_waited(self, waited_ns: int) -> None:
-        """In the warm-up: charges the wait of ``step()`` to the first line that would otherwise have waited."""
+        """Charges the wait of ``step()``, in the warm-up, to the first line that would otherwise have waited."""
         self._hidden_ns = waited_ns
 
     def would_wait(self, cause: Cause, parameters: int = 0) -> None:
-        """In the warm-up: the program's line would wait. ``parameters``: that it reads now, for the first time."""
+        """Notes a would-be wait of the program's line, in the warm-up. ``parameters``: that it reads for the first
+        time."""
         if not self._counts or self._in_forward:
             return
         line = self._line(cause)
@@ -163,7 +164,7 @@ class EarlyWaits:
         self._add(line, waited_ns)
 
     def forward_begins(self) -> None:
-        """Forward of the module, so that what was read after ``step()`` was not read by forward itself."""
+        """Called where forward of the module begins: reads between ``step()`` and it are not forward's own."""
         if self._in_forward:
             return
         self._in_forward = True

@@ -16,7 +16,7 @@ _SAMPLES_MIN = 4
 class Sample(NamedTuple):
     """Duration of a block, ns, on one rank or on all together.
 
-    On a rank it counts from when the block was due (its gradients ready and the previous block finished) until it
+    On a rank it counts from when the block could start (its gradients ready and the previous block finished) until it
     finished. That includes the time for which the threads that launch it and see its end wait for a core. On all ranks
     together it counts for how long the block kept the next one from being sent.
 
@@ -162,10 +162,10 @@ def _size_count(found: Sequence[Sample]) -> int:
 
 
 def _with_stalls(cost: _core.OpCost, found: Sequence[Sample]) -> list[_core.LinkPiece]:
-    """Adds to each start-up cost by how much blocks exceed the fit on average.
+    """Adds the blocks' mean excess over the fit to each start-up cost.
 
     The fit goes through the middle of the samples, but a plan also pays for stalls: threads that wait for a core,
-    packets that come late. The first and last quarter are left out, so that one disturbed step does not count.
+    packets that come late. The first and last quarter are omitted, so that one disturbed step does not count.
     """
     above = sorted(sample.time_ns - cost.cost_ns(sample.size_bytes) for sample in found)
     cut = len(above) // 4

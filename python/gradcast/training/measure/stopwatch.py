@@ -1,4 +1,4 @@
-"""When gradients become ready and parameters are read: the time stamps of the warm-up steps, and their medians.
+"""Times at which gradients become ready and parameters are read: stamps of the warm-up steps, and their medians.
 
 A step runs from the start of one backward pass to the start of the next. `forward` is everything in it but backward and
 the update: data loading and other work of the loop delay the next read as compute does, and the network works
@@ -57,7 +57,7 @@ class _Step:
     next_backward: Any = None
 
     def first_use(self, index: int, *, is_unseen: bool) -> Any:
-        """When the parameter was read first, or could be read unseen; None if that is not known."""
+        """The time of the parameter's first read, or possible unseen read; None if it is not known."""
         # If forward was not seen, the early reads may be its own.
         if self.watched and index in self.early:
             return self.early[index]
@@ -107,7 +107,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timed(self, category: str) -> Iterator[None]:
-        """Put this around what is not compute: "wait", for gradients, and "update", the optimizer's work."""
+        """Context for work that is not compute: "wait", for gradients, and "update", the optimizer's work."""
         start = self._clock.stamp()
         yield
         self._step.spans.append((category, start, self._clock.stamp()))
@@ -116,18 +116,18 @@ class Stopwatch:
         self._step.update_calls = max(1, calls)
 
     def watching(self) -> None:
-        """A forward pass begins, and its reads are seen."""
+        """Called where a forward pass begins whose reads are seen."""
         self._step.watched = True
 
     def read(self, index: int) -> None:
         self._step.need.setdefault(index, self._clock.stamp())
 
     def read_early(self, index: int) -> None:
-        """The program reads the parameter, or something else waits for it, before the next forward pass."""
+        """Called when the program reads the parameter, or something else waits for it, before the next forward pass."""
         self._step.early.setdefault(index, self._clock.stamp())
 
     def owner_started(self, indices: Sequence[int]) -> None:
-        """The forward of the module that owns these parameters begins."""
+        """Called where the forward of the module that owns these parameters begins."""
         self._step.owner_start |= dict.fromkeys(indices, self._clock.stamp())
 
     def unseen_reads(self) -> set[int]:

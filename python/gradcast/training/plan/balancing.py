@@ -1,4 +1,4 @@
-"""Moves samples from slow ranks to fast ones: when, and from which batch on.
+"""Decides when samples move from slow ranks to fast ones, and from which batch on.
 
 All ranks get the same step reports and weights, so they decide the same at the start of the same iteration. Then they
 exchange how far each loader has drawn batches, and the new shares hold behind the farthest.
@@ -30,7 +30,7 @@ Place = tuple[int, int]
 class ShareSchedule:
     """The shares that hold for each batch. ``batch``: samples of all ranks together.
 
-    ``warn_uneven``: is called before shares become uneven for the first time.
+    ``warn_uneven``: called before shares become uneven for the first time.
     """
 
     def __init__(self, batch: int, world_size: int, every: int, warn_uneven: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The first steps of a new plan: how long its blocks and its compute take, compared with the prediction.
+"""The first steps of a new plan: times of its blocks and its compute, compared with the prediction.
 
 Both may differ from what the warm-up measured, since no blocks are in flight during its forward passes. Blocks leave
 other pauses, and compute takes longer if ranks compute on the cores that also serve the sockets, or on a GPU beside

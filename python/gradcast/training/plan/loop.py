@@ -343,7 +343,7 @@ class PlanLoop:
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
-        """Around a transition to another plan: what fails on one rank raises on all. Collective."""
+        """Context for a transition to another plan: a failure on one rank raises on all. Collective."""
         with self.exchange.watch.waiting(agreement.AGREEMENT), self.group.together(agreement.AGREEMENT):
             yield
 

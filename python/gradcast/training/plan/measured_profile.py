@@ -14,8 +14,8 @@ from gradcast.training.step.step_message import MESSAGE_NAME
 
 
 def layout_profile(sizes: GradientSizes, order: Sequence[int], *, world_size: int, name: str) -> _core.Profile:
-    """A profile that states an order and no times: tensors are needed one after the other and ready in reverse, 1 ns
-    apart."""
+    """A profile that states an order and no times: tensors are needed one after the other and ready in reverse, at
+    intervals of 1 ns."""
     count = len(order)
     tensors = [
         _tensor(sizes, index, ready_ns=count - 1 - position, need_ns=position, update_ns=0)

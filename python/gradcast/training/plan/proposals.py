@@ -59,7 +59,7 @@ class PlanChange:
         )
 
     def hold_iterations(self, profile: _core.Profile, plan: _core.Plan) -> int:
-        """For how many iterations not to measure again: 0 if the change was real, more each time it was not."""
+        """The iterations before measuring again: 0 if the change was real, more each time it was not."""
         old = self.before.plan
         if abs(plan.predicted_ns / self.before.in_force.predicted_ns - 1) > _REAL_CHANGE:
             return 0
@@ -89,7 +89,7 @@ class Proposer:
 
     @property
     def may_correct(self) -> bool:
-        """Whether later measurements may replace a plan."""
+        """True if later measurements may replace a plan."""
         return self.options.plan.adapt and self.options.plan.path is None
 
     @property

@@ -110,7 +110,7 @@ class StepAlarms:
             self._raise(self.alarms.confirm(self.observed, causes))
 
     def shares_changed(self) -> None:
-        """Ranks compute for other times from now on, which are learned anew."""
+        """Forgets the ranks' compute times, which change with their shares and are learned anew."""
         self._keeps = False
         self.alarms.learn(self._last_step)
 
@@ -148,7 +148,7 @@ class StepAlarms:
         return self._group.hosts.count > 1 and not self._on_device
 
     def _located(self, alarm: Alarm) -> Alarm:
-        """With the hosts of the slow link. Collective."""
+        """Returns the alarm with the hosts of the slow link. Collective."""
         what = "the search for the slow link"
 
         def own() -> tuple[str, dict[tcp_counters.Ends, tcp_counters.Carried]]:

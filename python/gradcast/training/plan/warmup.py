@@ -1,4 +1,4 @@
-"""The warm-up: the first steps, and the first steps after a change. Everything is waited for, and times are measured.
+"""The warm-up: the first steps, and the first steps after a change. Each waits for everything, and times are measured.
 
 Meanwhile training does what DDP does, with buckets of several sizes. Every rank counts its own steps, so the warm-up
 ends on all ranks after the same one.
@@ -86,7 +86,7 @@ class Warmup(pending.Owner):
         pending.mark(self._parameters, self)
 
     def read_by_compiled_model(self) -> None:
-        """Forward begins, of a model that is compiled as a whole: it waits for all parameters."""
+        """Called where forward of a model that is compiled as a whole begins: it waits for all parameters."""
         self.stopwatch.watching()
         for index in range(len(self._parameters)):
             self.stopwatch.read(index)

@@ -55,7 +55,7 @@ class EngineUse:
         self._woken.put(False)
 
     def await_end(self, limit_s: float) -> bool | None:
-        """True if the engine was dropped, False if it was closed, None if neither within ``limit_s``."""
+        """Returns True if the engine was dropped, False if it was closed, None if neither within ``limit_s``."""
         try:
             return self._woken.get(timeout=limit_s)
         except queue.Empty:

@@ -65,8 +65,8 @@ class Group(RanksTogether):
     dropped: "weakref.finalize[..., Group] | None" = None
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective; nothing else of ``own``
-        may be in flight.
+        """Copies rank 0's values into these tensors of every rank, in pieces of a few MB. Collective; nothing else of
+        ``own`` may be in flight.
 
         ``what``: what the tensors are, for errors, such as "the module's buffers".
         """

@@ -38,7 +38,7 @@ class OwnGroup:
     @property
     def state(self) -> tuple[str, int] | None:
         """Its name and how many operations this rank has begun. Equal on all ranks, where it is idle and nothing has
-        failed: nothing is on its way in it. None: its backend does not count them."""
+        failed: nothing is in flight in it. None: its backend does not count them."""
         begun = operations_begun(self.process_group)
         return None if begun is None else (self.process_group.group_name, begun)
 
@@ -77,12 +77,12 @@ def leave(process_group: Any, *, reusable: bool) -> None:
 
 
 def on_dropped(made: OwnGroup) -> None:
-    """Its user was garbage-collected, perhaps on another thread in the middle of any function here."""
+    """Called when its user was garbage-collected, perhaps on another thread in the middle of any function here."""
     made.idle = True
 
 
 def on_failure(process_group: Any) -> None:
-    """An operation of this group has failed. Does nothing for other groups."""
+    """Called when an operation of this group has failed. Does nothing for other groups."""
     made = find(process_group)
     if made is not None:
         made.has_failed = True
@@ -93,7 +93,7 @@ def find(process_group: Any) -> OwnGroup | None:
 
 
 def new_group(key: Key) -> Any:
-    """Collective over the key's ranks."""
+    """Makes a process group. Collective over the key's ranks."""
     options = _nccl_options(key.timeout, key.max_ctas) if "nccl" in key.backend else None
     group = _make(key.ranks, key.timeout, key.backend, "gradcast", options)
     _own_groups.append(OwnGroup(group, key))

@@ -61,7 +61,7 @@ class StallWatchdog:
 
     @contextlib.contextmanager
     def waiting(self, what: str | None = None) -> Iterator[None]:
-        """Put this around everything that waits for other ranks.
+        """Context for everything that waits for other ranks.
 
         ``what``: the object of the wait, for a log line; None for the engine's. Errors of the network that
         leave the block say what the other ranks report.

@@ -1,9 +1,8 @@
 """Status server on rank 0 for stall and failure reports.
 
-Ranks in trouble write what they see, and read what the others have written. The process group's store cannot serve for
-this: a request to it has no time limit if its host is stopped or cut off. Here each request is a connection of its own,
-which ends after a fixed time, whatever the other side does. When the server starts, every rank tries whether it can
-reach it.
+Ranks in trouble write their reports, and read those of the others. The process group's store cannot serve for this: a
+request to it has no time limit if its host is stopped or cut off. Here each request is a connection of its own, which
+ends after a fixed time, whatever the other side does. When the server starts, every rank tries whether it can reach it.
 
 A request is the training's token, of fixed length, then a head of fixed length, then the entry. Nothing is read of a
 connection whose token is wrong, and the server parses no entry: it keeps bytes, and the ranks parse them.
@@ -44,7 +43,7 @@ _STRANGERS_MAX = 64
 
 @dataclasses.dataclass(frozen=True)
 class ServerAddress:
-    """``token``: what a request has to show."""
+    """``token``: required in each request."""
 
     host: str
     port: int

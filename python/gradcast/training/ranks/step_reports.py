@@ -58,8 +58,8 @@ class StepReports:
         """Call this once at the start of each iteration, before its message is sent. REQUIRES: nothing is in flight,
         or, on a device, the current stream is behind it.
 
-        ``own``: the report of the last iteration, None if it tells nothing. Returns all ranks' reports in rank order,
-        or None if not all are known.
+        ``own``: the report of the last iteration, None if there is none. Returns all ranks' reports in rank order, or
+        None if not all are known.
         """
         known = self._later.exchange(self._sums(), self._iteration - 1)
         if known is not None:

@@ -66,8 +66,8 @@ class RanksTogether:
 
     @contextlib.contextmanager
     def together(self, what: str, *, beside_blocks: bool = False) -> Iterator[None]:
-        """Put this around work of all ranks at the same place. An exception or interrupt of one inside is an Error on
-        all, also if another one has come to the end. Collective.
+        """Context for work of all ranks at the same place. An exception or interrupt of one inside is an Error on all,
+        also if another one has come to the end. Collective.
 
         ``what``: for errors, such as "attach". Inside, the group's collectives go the same way. Another operation of
         all ranks (a new group, DDP) has to follow ``meet()``.
@@ -136,7 +136,7 @@ class RanksTogether:
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Around an operation of ``own``. ``what``: for errors."""
+        """Context for an operation of ``own``. ``what``: for errors."""
         try:
             with on_device(self.device), naming(what, self.rank, self.world_size):
                 yield
@@ -149,7 +149,7 @@ class RanksTogether:
 
     @property
     def _by_device(self) -> bool:
-        """Whether messages need the device. A failed device sends nothing any more, so failures are reported through
+        """True if messages need the device. A failed device sends nothing any more, so failures are reported through
         the store. (A quorum's group has none.)"""
         return self.store is not None and device_of_messages(self.own, self.device).type != "cpu"
 
@@ -207,7 +207,7 @@ class RanksTogether:
                 return
             if waited_s > _SILENT_S and not is_logged:
                 is_logged = True
-                _log.error("%s; this rank waits for the others, to tell them", _failed(own, self.rank, self.world_size))
+                _log.error("%s; this rank waits for the others, to report it", _failed(own, self.rank, self.world_size))
 
 
 def _outcome_of(error: BaseException, what: str) -> Outcome:
@@ -225,8 +225,8 @@ def _failed(outcome: Outcome, rank: int, world_size: int) -> Error:
 
 
 def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """Put this around collectives of objects. Over NCCL torch puts them on the thread's current device, which need not
-    be the module's (DDP does not require it)."""
+    """Context for collectives of objects. Over NCCL torch puts them on the thread's current device, which need not be
+    the module's (DDP does not require it)."""
     return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
 
 
