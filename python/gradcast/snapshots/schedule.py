@@ -16,16 +16,16 @@ class Schedule:
         self.step = step
         self.next: int | None = first
         self._proposed: int | None = None
-        self._ended = False
+        self.has_ended = False
 
     def advance(self) -> bool:
         """Counts a step. Returns whether a snapshot of it is to be taken, which ends the choice. If the step is
         proposed, waits until the ranks agree. Raises TimeoutError if that takes too long."""
         with self._changed:
             self.step += 1
-            if not self._changed.wait_for(lambda: self._proposed != self.step or self._ended, _LONGEST_WAIT_S):
+            if not self._changed.wait_for(lambda: self._proposed != self.step or self.has_ended, _LONGEST_WAIT_S):
                 raise TimeoutError(f"the ranks did not agree on step {self.step} within {_LONGEST_WAIT_S:.0f} s")
-            if self.next != self.step or self._ended:
+            if self.next != self.step or self.has_ended:
                 return False
             self.next = None
             return True
@@ -34,7 +34,7 @@ class Schedule:
         """Returns whether this rank can take a snapshot of ``step``: it has not come to it yet, nor to what was chosen
         before. If so, it stops there until ``settle``."""
         with self._changed:
-            fits = self.step < step and self.next == instead_of and not self._ended
+            fits = self.step < step and self.next == instead_of and not self.has_ended
             if fits:
                 self._proposed = step
             return fits
@@ -49,5 +49,5 @@ class Schedule:
 
     def end(self) -> None:
         with self._changed:
-            self._ended, self.next, self._proposed = True, None, None
+            self.has_ended, self.next, self._proposed = True, None, None
             self._changed.notify_all()

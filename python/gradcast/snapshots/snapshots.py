@@ -73,21 +73,26 @@ class Snapshots:
     ) -> None:
         self._place, self._optimizers = place, list(optimizers)
         self._module = weakref.ref(module)
-        self._training, self._is_local = training, training.session.mode == "local"
-        self._prefix = store.local_path(place.rank) if self._is_local else ()
-        self._loader, self._extra = options.loader, options.extra
-        self._device = next(module.parameters()).device
+        self._training, self._options = training, options
         self._copies: Copies | None = None
         self._taken: _Taken | None = None
         self._last_step_s: float | None = None  # when it ended
         self._step_times = StepTimes()
         self._schedule = Schedule(start_step, start_step + (options.every or _FIRST_STEPS))
         self._writer = Writer(place, agreement, self._schedule, self._step_times, options, pace)
-        self._signals = Signals(options.signals, self._writer.ask_for_last)
+        self._signals = Signals(options.signals, self._writer.next_step.ask)
         self._has_ended = False
         self._registration: Any = None
         self._hooks: list[Any] = []
         atexit.register(self._close_at_exit)
+
+    @property
+    def _is_local(self) -> bool:
+        return self._training.session.mode == "local"
+
+    @property
+    def _prefix(self) -> Path_:
+        return store.local_path(self._place.rank) if self._is_local else ()
 
     # --- What the program calls ---
 
@@ -114,7 +119,7 @@ class Snapshots:
         self._end(_LIMIT_AFTER_ERROR_S)
 
     def stats(self) -> dict[str, Any]:
-        return self._writer.stats()
+        return self._writer.report.stats()
 
     def follow(self, registration: Any, hooks: Sequence[Any]) -> None:
         """Keeps the hooks that call the methods below, to remove them in the end."""
@@ -167,8 +172,8 @@ class Snapshots:
         if is_due:
             self._taken = _Taken(Written(self._schedule.step, time.perf_counter(), self._is_local))
             with self._copying(self._taken):
-                if self._loader is not None:
-                    self._taken.position = copy.deepcopy(self._loader.state_dict())
+                if self._options.loader is not None:
+                    self._taken.position = copy.deepcopy(self._options.loader.state_dict())
 
     def before_forward(self, module: nn.Module, _inputs: Any, _compiled: bool) -> None:
         lends = self._training.session.rounds.lends
@@ -229,7 +234,7 @@ class Snapshots:
         """Copies all but the parameters whose updates are pending."""
         module = self._module()
         assert module is not None, "its forward pass begins, or the program closes its snapshots"
-        taken.own["random"] = random_state(self._device)
+        taken.own["random"] = random_state(next(module.parameters()).device)
         plan = self._training.saved()
         if self._is_local:
             tensors = plan.pop("tensors")
@@ -241,7 +246,7 @@ class Snapshots:
         taken.own |= {"plan": plan, "loader": self._position(taken)}
         if self._is_local or self._place.rank == 0:
             states = {"the model": extra_state(module)}
-            states |= {f"extra[{name!r}]": each.state_dict() for name, each in self._extra.items()}
+            states |= {f"extra[{name!r}]": each.state_dict() for name, each in self._options.extra.items()}
             taken.saved = {what: to_bytes(state, what) for what, state in states.items()}
         self._copies.begin()
         taken.awaiting = set(self._training.session.pending_names())
@@ -250,14 +255,17 @@ class Snapshots:
     def _tell_size(self, taken: _Taken) -> None:
         size = self._copied().size_bytes + sum(each.nbytes for each in taken.rounds.values())
         if self.stats()["copy_bytes"] != size:
-            self._writer.set_copy_bytes(size)
+            self._writer.report.set(copy_bytes=size)
             _log.info("snapshots: rank %d keeps a copy of %.1f MB of the state", self._place.rank, size / 1e6)
 
     def _position(self, taken: _Taken) -> Any:
         """Returns the place behind the data of the step. A batch that the loop was handed since belongs to the next
         step, but if an epoch has ended since, the program's work there is in the state, too."""
-        if isinstance(self._loader, ResumableLoader) and self._loader.state_dict()["epoch"] != taken.position["epoch"]:
-            return self._loader.state_dict() | {"position": 0}
+        if (
+            isinstance(self._options.loader, ResumableLoader)
+            and self._options.loader.state_dict()["epoch"] != taken.position["epoch"]
+        ):
+            return self._options.loader.state_dict() | {"position": 0}
         return taken.position
 
     def _finish_copy(self) -> None:
@@ -286,11 +294,11 @@ class Snapshots:
             require_plain(data, what)
         objects: dict[str, Any] = {store.file_of(self._place.rank): taken.own}
         if taken.optimizers is not None:
-            common: dict[str, Any] = {"has_loader": self._loader is not None}
-            common["is_global"] = self._loader is None or isinstance(self._loader, ResumableLoader)
+            common: dict[str, Any] = {"has_loader": self._options.loader is not None}
+            common["is_global"] = self._options.loader is None or isinstance(self._options.loader, ResumableLoader)
             common["optimizers"] = taken.optimizers
             common["model"], *extra = map(from_bytes, taken.saved.values())
-            common["extra"] = dict(zip(self._extra, extra, strict=True))
+            common["extra"] = dict(zip(self._options.extra, extra, strict=True))
             if self._is_local:
                 taken.own["common"] = common
             else:
