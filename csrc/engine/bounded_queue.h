@@ -26,7 +26,7 @@ class BoundedQueue {
   explicit BoundedQueue(size_t capacity) { raise_capacity(capacity); }
 
   // Never waits. If the queue is full, drops the item, returns false, and shows the consumer `overflowed`.
-  // `then_min`: with this item and so many more, the consumer has something to do, whatever it has said before.
+  // `then_min`: with this item and so many more, the consumer has something to do, whatever number it gave before.
   bool push(Item item, Wake wake, size_t then_min = kUnsaid) GC_EXCLUDES(mutex_) {
     bool due = false;
     bool kept = false;

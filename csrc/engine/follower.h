@@ -1,10 +1,10 @@
-// The follower decides which block may start now, and how far each tensor has come. It is told what happens and reads
-// no clock.
+// The follower: selects the block that may start now, and tracks each tensor's progress. Events are reported to it; it
+// reads no clock.
 //
-// Blocks start in the plan's order only, at most `in_flight` at a time. A block in a device's queue is not counted there,
-// because that queue keeps the order; what may stand in it is limited by the window. What only one rank knows (its own gradients,
-// its own clock) may delay a block, but never lets another block pass it. That keeps the operations of all ranks
-// matched.
+// Blocks start in the plan's order only, at most `in_flight` at a time. Blocks in a device's queue are not counted
+// there, because that queue keeps the order; the window limits their number. Facts that only one rank knows (its own
+// gradients, its own clock) may delay a block, but never let another block pass it. That keeps the operations of all
+// ranks matched.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -22,8 +22,7 @@
 
 namespace gradcast {
 
-// A plan with its dependencies worked out: which tensor waits for which block, and the other way round. Iterations
-// share it.
+// A plan with its dependencies: the blocks that each tensor waits for, and the other way round. Iterations share it.
 struct FollowedPlan {
   // Throws Error{kInvalidPlan} if an all-gather does not carry exactly the ranges of one reduce-scatter: each rank owns
   // a part of a *block*, so other cuts would gather parts that no rank has summed. REQUIRES: check_plan(plan, profile)
@@ -71,8 +70,8 @@ class Follower {
   // True for a block that has started and not finished; false for any other number.
   bool is_in_flight(int64_t block) const;
   int32_t in_flight_count() const { return in_flight_count_; }
-  // How many more calls of on_ready are needed at least before next() returns a block; the largest size_t if on_ready
-  // alone cannot make it do so.
+  // The least number of further calls of on_ready before next() returns a block; the largest size_t if on_ready alone
+  // cannot make it do so.
   size_t ready_missing_min() const;
 
   bool is_open() const { return plan_ != nullptr; }

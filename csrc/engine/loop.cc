@@ -132,7 +132,7 @@ void Engine::Loop::begin_on_loop(const Event& event) {
 void Engine::Loop::progress_on_loop(Follower& follower, int32_t block, const Event& event) {
   GC_CHECK(on_loop());
   if (event.kind == Event::Kind::kQueued) {
-    if (&follower == &earlier_) return;  // told twice: an iteration begins when all blocks of the last one are queued
+    if (&follower == &earlier_) return;  // known: an iteration begins when all blocks of the last one are queued
     follower.on_queued(block);
     room_since_ns_ = event.time_ns;
   }
@@ -221,7 +221,7 @@ void Engine::Loop::launch_on_loop() {
                               .buffer = carried.buffer,
                               .ranges = carried.ranges.data(),
                               .range_count = static_cast<int32_t>(carried.ranges.size())};
-    // start() is the transport's work, not the engine's: loop_ns leaves it out.
+    // start() is the transport's work, not the engine's: loop_ns excludes it.
     const int64_t begin_ns = thread_cpu_now_ns();
     transport_.start(operation);
     transport_cpu_ns_ += thread_cpu_now_ns() - begin_ns;

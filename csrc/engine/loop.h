@@ -35,13 +35,13 @@
 
 namespace gradcast {
 
-// For people, in error messages and about iterations that stand still: describe.cc.
+// Texts for error messages, and for iterations that stand still: describe.cc.
 // "block 3 of 7 (layer4.conv2.weight … fc.bias, 12.4 MB)", counted from 1; for halves of an all-reduce "block 3 of 7
 // (all-gather of fc.weight, 2.0 MB)".
 std::string block_text(const FollowedPlan& plan, int32_t block);
 
-// What an open iteration waits for: its oldest block on the network, or else the missing gradients of its next block.
-// Empty if all blocks have finished.
+// The cause of an open iteration's wait: its oldest block on the network, or else the missing gradients of its next
+// block. Empty if all blocks have finished.
 std::string waiting_text(const FollowedPlan& plan, const IterationRecord& record, int64_t now_ns);
 
 class Engine::Loop final : public CompletionSink {
@@ -49,7 +49,7 @@ class Engine::Loop final : public CompletionSink {
   Loop(Transport& transport, const EngineOptions& options);
   ~Loop() { shutdown(); }
 
-  // As in Engine.
+  // See Engine.
   int64_t follow(const Profile& profile, const Plan& plan) GC_EXCLUDES(mutex_);
   int64_t begin() GC_EXCLUDES(mutex_);
   void on_ready(int32_t tensor) GC_EXCLUDES(mutex_);
@@ -75,7 +75,7 @@ class Engine::Loop final : public CompletionSink {
   struct Event {
     enum class Kind { kBegin, kReady, kBegan, kQueued, kComplete };
     Kind kind = Kind::kBegin;
-    int64_t subject = 0;  // of kReady the tensor, of what a transport tells the ticket
+    int64_t subject = 0;  // of kReady the tensor, of a transport's events the ticket
     int64_t time_ns = 0;  // of kBegan and kComplete
     std::optional<std::string> error{};
     std::shared_ptr<const FollowedPlan> plan{};  // of kBegin
@@ -100,11 +100,11 @@ class Engine::Loop final : public CompletionSink {
   void abort_on_loop(const std::string& reason);
   void settle_on_loop() GC_EXCLUDES(mutex_);
   void leave_on_loop();
-  // After a failure and at the end, when nothing is started any more.
+  // True after a failure and at the end, when nothing is started any more.
   bool is_draining() const { return failed_ || stopping_; }
   int32_t in_flight_count() const { return follower_.in_flight_count() + earlier_.in_flight_count(); }
-  // Whether callers count this follower's iteration as the open one. They may have begun the next before the thread
-  // hears of it.
+  // True if callers count this follower's iteration as the open one. They may have begun the next before the thread is
+  // notified.
   bool is_open(const Follower& follower) const GC_REQUIRES(mutex_) {
     return &follower == &follower_ && iteration_on_loop_ == iteration_;
   }
@@ -113,7 +113,7 @@ class Engine::Loop final : public CompletionSink {
   }
   bool on_loop() const { return std::this_thread::get_id() == loop_id_; }
 
-  // What callers share.
+  // State shared by callers.
   enum class Outcome { kThere, kTimeout, kFailed };
 
   void require_open() const GC_REQUIRES(mutex_);
@@ -150,7 +150,7 @@ class Engine::Loop final : public CompletionSink {
   // Has its own lock.
   Queue queue_;
 
-  // What callers share with the thread.
+  // State that callers share with the thread.
   mutable Mutex mutex_;
   CondVar changed_;                                                      // an arrival, a failure, the end
   std::shared_ptr<const FollowedPlan> plan_ GC_GUARDED_BY(mutex_);       // of the last iteration

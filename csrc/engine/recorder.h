@@ -17,7 +17,7 @@ namespace gradcast {
 
 class Recorder {
  public:
-  // Tells the last `iterations_max` iterations. REQUIRES: iterations_max >= 1.
+  // Keeps the last `iterations_max` iterations. REQUIRES: iterations_max >= 1.
   explicit Recorder(int32_t iterations_max) : iterations_max_(static_cast<size_t>(iterations_max)) {
     GC_CHECK(iterations_max >= 1);
   }

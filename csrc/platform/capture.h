@@ -1,4 +1,4 @@
-// What a thread tells CUDA's driver about captures of CUDA graphs.
+// A thread's settings in CUDA's driver for captures of CUDA graphs.
 //
 // Thread safety: any thread.
 #pragma once

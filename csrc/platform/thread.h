@@ -1,4 +1,4 @@
-// What a thread tells the operating system about itself.
+// A thread's settings in the operating system: name and timers.
 //
 // Thread safety: any thread.
 #pragma once

@@ -1,8 +1,7 @@
 // The gate that every completion of a transport passes: it lets exactly one through for each operation.
 //
 // Backends finish operations on threads of their own, an abort comes from any thread, and a backend that cannot be
-// interrupted may report an operation long after an abort has completed it. Whoever comes first completes the
-// operation.
+// interrupted may report an operation long after an abort has completed it. The first of them completes the operation.
 //
 // Thread safety: any thread.
 #pragma once
@@ -36,7 +35,7 @@ class CompletionGate {
     return true;
   }
 
-  // As in CompletionSink. They do nothing for an operation that has completed.
+  // See CompletionSink. They do nothing for an operation that has completed.
   void began(int64_t ticket) noexcept GC_EXCLUDES(mutex_) {
     MutexLock lock(mutex_);
     if (tickets_.contains(ticket) && sink_ != nullptr) sink_->began(ticket);
@@ -52,7 +51,7 @@ class CompletionGate {
     report(ticket, error);
   }
 
-  // What an abort found.
+  // The result of an abort.
   struct Aborted {
     size_t count;        // operations that it completed
     bool after_failure;  // an operation had failed before, so the peers must learn that this rank will not go on

@@ -1,4 +1,4 @@
-// Gradient buffers as transports see them: how an operation is checked, packed and named.
+// Gradient buffers of transports: checks, packing and names of an operation.
 //
 // Thread safety: pure; any thread. Two threads that touch the same bytes are the caller's affair.
 #pragma once
@@ -25,7 +25,7 @@ inline std::string_view to_string(Element element) {
   return element == Element::kFloat32 ? "float32" : "float64";
 }
 
-// What the checks of an operation need to know of a buffer, in host or device memory.
+// The facts about a buffer, in host or device memory, that the checks of an operation need.
 struct Extent {
   int64_t size_bytes = 0;
   int64_t element_bytes = 4;
@@ -57,7 +57,7 @@ inline int64_t size_bytes(const Operation& operation) {
   return size_bytes(ranges_of(operation));
 }
 
-// For people: "[0, 400), [800, 804)".
+// Text for messages: "[0, 400), [800, 804)".
 inline std::string ranges_text(const Operation& operation) {
   std::string text;
   for (const Range& range : ranges_of(operation)) {
@@ -73,8 +73,8 @@ inline std::string failure_text(const Operation& operation, int32_t rank, int32_
          " bytes failed on rank " + std::to_string(rank) + " of " + std::to_string(world_size) + " (" + library + "): ";
 }
 
-// Why an operation cannot begin on these buffers: an unknown buffer, or ranges that are not ascending whole elements of
-// it. Nothing if it can.
+// The reason why an operation cannot begin on these buffers: an unknown buffer, or ranges that are not ascending whole
+// elements of it. Nothing if it can.
 inline std::optional<std::string> fault_of(const Operation& operation, std::span<const Extent> extents) {
   if (operation.buffer < 0 || static_cast<size_t>(operation.buffer) >= extents.size()) {
     return "buffer " + std::to_string(operation.buffer) + " does not exist; there are " +

@@ -1,4 +1,4 @@
-// Which part of a block belongs to which rank, for reduce-scatter and all-gather: gradcast/transport.h is the contract.
+// The parts of a block by rank, for reduce-scatter and all-gather: gradcast/transport.h is the contract.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -119,7 +119,7 @@ class InprocWorld::Wire {
     CompletionSink* sink = nullptr;
     std::deque<Started> started;      // those from number first_index_ on
     std::optional<std::string> left;  // why this rank is gone
-    int32_t delivery_count = 0;       // calls of the sink that are due or running
+    int32_t delivery_count = 0;       // calls of the sink that are pending or running
   };
   struct Delivery {
     int32_t rank;

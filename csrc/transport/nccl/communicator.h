@@ -37,7 +37,7 @@ class Communicator {
   // after the deadline and aborts the communicator.
   void settle(int64_t deadline_ns, const std::string& action, const std::function<void()>& meanwhile);
 
-  // What has gone wrong with the communicator, on this rank or on a peer; nothing if it is healthy.
+  // The failure of the communicator, on this rank or on a peer; nothing if it is healthy.
   std::optional<std::string> failure() noexcept;
 
   // Aborts the communicator, which ends kernels that wait for other ranks. Ranks on other hosts see a lost connection.

@@ -9,7 +9,7 @@
 // operations that were in flight, so the group and buffers of an aborted transport are leaked.
 //
 // With a wire format, or on two levels (wire_all_reduce.h), all-reduces of fp32 buffers go as messages; everything else
-// travels as it is.
+// is sent unchanged.
 //
 // With TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks inside each start(); nothing else changes.
 //
@@ -35,7 +35,7 @@ namespace gradcast {
 
 class C10dTransport final : public Transport {
  public:
-  // `wire` is "fp32" (numbers travel as they are), "bf16", "fp16" or "int8". `host_of`: by rank, its host, for an
+  // `wire` is "fp32" (numbers are sent unchanged), "bf16", "fp16" or "int8". `host_of`: by rank, its host, for an
   // exchange on two levels between host tensors; empty for one level. Throws std::invalid_argument for a buffer that is
   // not flat and contiguous, for a group without a backend for a buffer's device, for a wire format that is unknown or
   // not available on a buffer's device, and for hosts with differently many ranks. REQUIRES: nobody else uses `group`
@@ -59,15 +59,15 @@ class C10dTransport final : public Transport {
   using Place = std::tuple<int32_t, int64_t, int64_t>;  // buffer, lo_bytes, hi_bytes
   void order_behind(const std::vector<Place>& places);
 
-  // Gradients lie elsewhere in the buffers from now on. REQUIRES: nothing is in flight.
+  // To be called when gradients lie elsewhere in the buffers from now on. REQUIRES: nothing is in flight.
   void forget_ranges();
 
   // Blocks of this buffer are carried from and into `tensor` from now on. Throws std::invalid_argument unless it has as
   // many elements of the same type on the same device, and as the constructor does. REQUIRES: nothing is in flight.
   void replace_buffer(int32_t buffer, const at::Tensor& tensor);
 
-  // For the wire format int8: which numbers of an fp32 buffer go in which groups, and the residual (see wire_codec.h), of
-  // the buffer's size and type. Throws std::invalid_argument unless they fit. REQUIRES: nothing is in flight.
+  // For the wire format int8: the groups of the numbers of an fp32 buffer, and the residual (see wire_codec.h), of the
+  // buffer's size and type. Throws std::invalid_argument unless they fit. REQUIRES: nothing is in flight.
   void set_groups(int32_t buffer, std::vector<GroupSegment> segments, const at::Tensor& residual);
   // The residual of the segment that begins at this element is not sent (`sends` false), or is again. Throws as above
   // unless there is one. REQUIRES: nothing of the segment is in flight.
@@ -75,8 +75,8 @@ class C10dTransport final : public Transport {
 
  private:
   struct Buffer {
-    at::Tensor owner;                      // as the caller gave it
-    at::Tensor tensor;                     // as the backend gets it
+    at::Tensor owner;                      // given by the caller
+    at::Tensor tensor;                     // given to the backend
     std::string backend;                   // its name, for errors
     std::shared_ptr<DeviceStream> stream;  // nullptr on the CPU
     // Of the wire format int8:

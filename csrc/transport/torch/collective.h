@@ -1,5 +1,5 @@
-// Starts one operation on a process group. A single range that divides evenly travels where it lies; anything else is
-// packed, padded and unpacked here.
+// Starts one operation on a process group. A single range that divides evenly is sent from where it lies; anything else
+// is packed, padded and unpacked here.
 //
 // Thread safety: pure; any thread. A group is called by one thread at a time.
 #pragma once
@@ -23,7 +23,7 @@ struct Collective {
   std::vector<at::Tensor> read;
 };
 
-// The failure of a work whose end a stream has passed, or nullptr. The stream alone does not tell, because a backend
+// The failure of a work whose end a stream has passed, or nullptr. The stream alone does not show it, because a backend
 // that gives an operation up lets streams go on. `is_nccl`: NCCL's watchdog reports to a copy of the work, which shares
 // the result with this one.
 std::exception_ptr failure_of(c10d::Work& work, bool is_nccl);
@@ -31,17 +31,17 @@ std::exception_ptr failure_of(c10d::Work& work, bool is_nccl);
 // Throws what the backend throws, for instance c10::Error for an operation or data type that it does not support.
 Collective start_collective(c10d::ProcessGroup& group, Op op, const RangeViews& views);
 
-// An all-reduce of fp32 numbers that travel as `wire` and are summed in fp32: all-to-all, sum, all-gather. It is what
-// wire_all_reduce.h does with messages on the host. REQUIRES: a wait for works of this group lets the current stream
-// wait, not the host.
+// An all-reduce of fp32 numbers that are sent as `wire` and summed in fp32: all-to-all, sum, all-gather. It is the
+// counterpart of wire_all_reduce.h, which uses messages on the host. REQUIRES: a wait for works of this group lets the
+// current stream wait, not the host.
 Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const RangeViews& views, c10::ScalarType wire);
 
 // Every rank's `own`, in rank order, into `everyone`, which has room for that.
 c10::intrusive_ptr<c10d::Work> all_gather_flat(c10d::ProcessGroup& group, at::Tensor& everyone, at::Tensor& own);
 
-// Carries out what blocks on this device are carried out with, so that nothing is connected in the first steps: NCCL
-// connects the ranks for each kind of operation, and for each algorithm, when it takes it first, and the number of bytes
-// decides which it takes. `each_to_each`: what a narrow wire takes; otherwise what whole numbers take. Collective;
+// Carries out the operations of blocks on this device once, so that nothing is connected in the first steps: NCCL
+// connects the ranks for each kind of operation, and for each algorithm, when it uses it first, and the number of bytes
+// decides the algorithm. `each_to_each`: the operations of a narrow wire; otherwise those of whole numbers. Collective;
 // REQUIRES: nothing else of the group is in flight.
 void connect(c10d::ProcessGroup& group, at::Device device, bool each_to_each);
 

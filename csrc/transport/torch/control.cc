@@ -17,7 +17,7 @@ namespace gradcast {
 
 namespace {
 
-// Small tensors travel together in pieces of this size, large ones in slices of it.
+// Small tensors are sent together in pieces of this size, large ones in slices of it.
 constexpr int64_t kPieceBytes = 8 << 20;
 constexpr int kTag = 0;
 
@@ -65,7 +65,7 @@ struct Elements {
   at::Tensor flat;
 };
 
-// Slices of tensors of one kind that travel as one message.
+// Slices of tensors of one kind that are sent as one message.
 class Piece {
  public:
   explicit Piece(c10d::ProcessGroup& group) : group_(group) {}
@@ -123,7 +123,7 @@ void send_in_pieces(const at::Tensor& flat, Piece& piece) {
 
 }  // namespace
 
-// Texts differ in length, and a backend's all-gather wants equal lengths: sizes are sent first, then padded texts, if there are any.
+// Texts differ in length, and all-gathers want equal lengths: sizes are sent first, then padded texts, if any.
 std::vector<std::string> gather(c10d::ProcessGroup& group, const std::string& own, at::Device device) {
   const at::NoGradGuard no_grad;
   std::vector<int64_t> sizes;

@@ -39,9 +39,9 @@ void all_reduce(c10d::ProcessGroup& group, const at::Tensor& tensor);
 void send(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s);
 void receive(c10d::ProcessGroup& group, const at::Tensor& tensor, int peer, double timeout_s);
 
-// One number of each rank, again and again. It travels beside blocks that are started after it: `begin` does not wait.
+// One number of each rank, again and again. It is sent beside blocks that are started after it: `begin` does not wait.
 //
-// On a device it has a stream of its own, so that waiting for it does not wait for what computes. NOT YET RUN ON A GPU.
+// On a device it has a stream of its own, so that waiting for it does not wait for compute. NOT YET RUN ON A GPU.
 class Numbers {
  public:
   // `device`: one that the group has a backend for.

@@ -162,7 +162,7 @@ void DeviceStream::take(std::deque<Task>& tasks) {
   }
 }
 
-// `queued` comes last: whoever hears it may call order_behind() at once, and must find the event.
+// `queued` comes last: whoever is notified may call order_behind() at once, and must find the event.
 void DeviceStream::put_on_stream(const Ending& ending) {
   try {
     const c10::StreamGuard guard(end_stream_);

@@ -36,7 +36,7 @@ namespace gradcast {
 
 class DeviceStream {
  public:
-  // What to do at a point of a stream. Both functions run on the waiting thread.
+  // The action at a point of a stream. Both functions run on the waiting thread.
   struct StreamPoint {
     std::function<bool()> given_up;                  // true once nobody waits for this point any more
     std::function<void(std::exception_ptr)> passed;  // the stream has passed it, or an error; must not throw

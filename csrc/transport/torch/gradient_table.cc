@@ -388,7 +388,7 @@ bool GradientTable::place(size_t index, const Armed& armed, bool is_apart) {
   return false;
 }
 
-// Notes what .grad holds from now on. Needs the GIL only where it was, or is, a tensor apart from the buffer.
+// Notes what .grad holds from now on. Needs the GIL only where it was, or is, a tensor outside of the buffer.
 void GradientTable::show(ParameterState& state, const at::Tensor& gradient, bool is_apart) {
   if (!is_apart && !state.visible_grad.is_own() && !state.update_grad.is_own()) {
     state.visible_grad.set_to_view();

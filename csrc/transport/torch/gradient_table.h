@@ -1,14 +1,14 @@
-// The gradients of a session, by parameter: the way from autograd to the engine, as DistributedDataParallel's Reducer
-// has it.
+// The gradients of a session, by parameter: the way from autograd to the engine, like DistributedDataParallel's
+// Reducer.
 //
 // A hook behind the accumulation of each gradient calls place(): it scales the gradient into its view of the buffer,
-// makes the view the .grad, and tells the engine. Between arm() and disarm() that needs no Python for ordinary gradients.
-// All others go to a function in Python: the first one of a backward pass, which opens the step, and what is kept by the
-// program, frozen, made twice, sparse, ... (gradient_hooks.py). It calls place(), too, or raises.
+// makes the view the .grad, and notifies the engine. Between arm() and disarm() that needs no Python for ordinary
+// gradients. All others go to a function in Python: the first one of a backward pass, which opens the step, and those
+// kept by the program, frozen, made twice, sparse, ... (gradient_hooks.py). It calls place(), too, or raises.
 //
-// So that nobody uses a gradient inside backward, the views are made pending beforehand, all at once: arm() returns them.
-// Where there is a .grad already, because the program has not set it to None, that is what autograd adds to, and the
-// view becomes pending when it is placed.
+// So that nobody uses a gradient inside backward, the views are made pending beforehand, all at once: arm() returns
+// them. Where there is a .grad already, because the program has not set it to None, autograd adds to that, and the view
+// becomes pending when it is placed.
 //
 // The hooks keep autograd's nodes alive, and so the parameters. A parameter whose type or device has changed has a new
 // node; refresh() hooks that.
@@ -58,13 +58,13 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   // The parameter whose value or visible gradient the tensor is, or that the tensor is owned for; or null.
   SharedState of(const pybind11::handle& tensor) const;
 
-  // `views`: the list of gradient_buffers.py, of these parameters and what is sent with them. A visible gradient that
-  // was a view is the new one from now on, or, if the program has kept the old one in .grad, that.
+  // `views`: the list of gradient_buffers.py, of these parameters and the values sent with them. A visible gradient
+  // that was a view is the new one from now on, or, if the program has kept the old one in .grad, that.
   void follow_layout(const pybind11::list& views, std::vector<Place> places);
 
-  // Hooks all parameters, also frozen ones. `sink`: a capsule. `on_gradient(index)` is called for gradients that are not
-  // ordinary, `on_placed(index)` for one that is, and whose view is not pending yet, before it is sent. `norm_type`: the norm of what
-  // is sent is kept for take_norms().
+  // Hooks all parameters, also frozen ones. `sink`: a capsule. `on_gradient(index)` is called for gradients that are
+  // not ordinary, `on_placed(index)` for one that is, and whose view is not pending yet, before it is sent.
+  // `norm_type`: the norm of each sent gradient is kept for take_norms().
   void install(const pybind11::object& sink, OnWritten on_written, std::optional<double> norm_type,
                pybind11::object on_gradient, pybind11::object on_placed);
   // Hooks parameters again that have a new node. Returns those that have or had post-accumulate hooks of the program.
@@ -73,8 +73,8 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   // Refers to no parameter, no gradient and no engine any more. REQUIRES: remove().
   void release();
 
-  // Nothing has been sent in the step that begins. `timed(index)`, if it is not None, is called for each of its gradients
-  // before that is sent. Returns a parameter whose gradient has not arrived, or whose update is due, if there is one.
+  // Begins a step: nothing is sent yet. `timed(index)`, if it is not None, is called before each of its gradients is
+  // sent. Returns a parameter whose gradient has not arrived, or whose update is pending, if there is one.
   SharedState begin_step(pybind11::object timed);
   // Parameters that no gradient of this step has been sent of, and those frozen in so many steps in a row.
   States idle() const;
@@ -83,21 +83,21 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   // Returns the views of ordinary gradients that do not exist yet.
   pybind11::list arm(int64_t task, const std::vector<int64_t>& special, double scale) GC_EXCLUDES(mutex_);
   void disarm() GC_EXCLUDES(mutex_);
-  // How many gradients of this step have been sent.
+  // The number of gradients of this step that have been sent.
   int64_t sent_count() const { return sent_count_; }
-  // The norms of what was sent since the last call, by parameter.
+  // The norms of the gradients sent since the last call, by parameter.
   std::vector<std::pair<int64_t, at::Tensor>> take_norms() GC_EXCLUDES(mutex_);
 
-  // Writes the .grad of a parameter, times `scale`, into its view, and sends it. A scale of 0 writes zeros, whatever the
-  // gradient holds. `is_apart`: the .grad keeps memory of its own. Returns false if the engine refuses it. Without the
-  // GIL. REQUIRES: what is the .grad afterwards is pending, the view lies in the buffer, and the gradient is dense and
-  // needs no gradient itself.
+  // Writes the .grad of a parameter, times `scale`, into its view, and sends it. A scale of 0 writes zeros, whatever
+  // the gradient holds. `is_apart`: the .grad keeps memory of its own. Returns false if the engine refuses it. Without
+  // the GIL. REQUIRES: the resulting .grad is pending, the view lies in the buffer, and the gradient is dense and needs
+  // no gradient itself.
   bool place(size_t index, double scale, bool is_apart) GC_EXCLUDES(mutex_);
 
   // Parameters that have a gradient.
   States with_gradient() const;
-  // Another number when parameters in host memory have changed, however that was; the same on ranks where they are the
-  // same. A hash of each one's first and last bytes.
+  // A hash of the first and last bytes of each parameter in host memory: it shows changes by any means, and is the same
+  // on ranks with the same parameters.
   uint64_t fingerprint() const;
 
   // For the hooks. Throws python_error, and what torch throws.
@@ -108,7 +108,7 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
     NodePtr node;       // AccumulateGrad
     uintptr_t key = 0;  // of the hook, for the node
   };
-  // What a hook of the pass that runs needs. The view is held, since taking a first reference to it asks for the GIL.
+  // Data for a hook of the pass that runs. The view is held, since taking a first reference to it asks for the GIL.
   struct Armed {
     at::Tensor view;
     int64_t address = 0;
@@ -147,7 +147,7 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   std::vector<std::pair<int64_t, at::Tensor>> norms_ GC_GUARDED_BY(mutex_);
 };
 
-// How many hooks run after the accumulation of each parameter's gradient, without those of this file. Only C++ and
+// The number of hooks behind the accumulation of each parameter's gradient, without those of this file. Only C++ and
 // Node.register_hook() install such hooks: DistributedDataParallel's reducer, and whatever else reduces gradients.
 std::vector<int64_t> foreign_hooks(const std::vector<at::Tensor>& parameters);
 

@@ -19,7 +19,7 @@ namespace gradcast {
 std::vector<int64_t> held_elsewhere(const pybind11::list& tensors, std::optional<int64_t> python_references,
                                     bool are_gradients);
 
-// Whether somebody else holds one of these views that is not the .grad of its parameter: in Python beyond the list, in
+// True if somebody else holds one of these views that is not the .grad of its parameter: in Python beyond the list, in
 // C++, or its memory, which no two views share.
 bool any_view_held(const pybind11::list& views, const pybind11::list& parameters);
 
@@ -27,8 +27,8 @@ bool any_view_held(const pybind11::list& views, const pybind11::list& parameters
 // from a file, or another library's.
 std::vector<int64_t> foreign_memory(const pybind11::list& tensors);
 
-// Ids of the keys of an optimizer's state whose entries somebody may read without asking the optimizer: somebody refers
-// to the state, to the entry, or to a tensor in it, or holds such a tensor in C++, or there is something else in the entry
+// Ids of the keys of an optimizer's state whose entries somebody may read without the optimizer: somebody refers to the
+// state, to the entry, or to a tensor in it, or holds such a tensor in C++, or there is something else in the entry
 // than tensors and numbers. `attributes`: those of the optimizer. nullopt: the state is not among them.
 std::optional<pybind11::set> entries_held(const pybind11::dict& attributes);
 

@@ -1,6 +1,6 @@
-// A parameter and its gradient in the current step, and what is asked of many of them at once.
+// A parameter and its gradient in the current step, and operations on many of them at once.
 //
-// Thread safety: any thread that holds the GIL. Hooks write what is atomic without it (gradient_table.h).
+// Thread safety: any thread that holds the GIL. Hooks write atomic fields without it (gradient_table.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,7 +53,7 @@ struct ParameterState {
   const pybind11::object parameter;
   Atomic<Phase> phase = Phase::kIdle;
   GradientReference visible_grad;  // the tensor that backward has put into .grad
-  GradientReference update_grad;   // what the update uses
+  GradientReference update_grad;   // used by the update
   Atomic<int64_t> frozen_steps = 0;
   bool copy_due = false;
   bool updated_late = false;
@@ -79,23 +79,23 @@ States those(const States& states, Predicate predicate) {
 // all behind it as they are; otherwise null.
 SharedState enter(const States& states, Phase phase, const std::vector<Phase>& before);
 
-// Their fields. `tensors_of`: what may be pending for them: parameters, what is owned for them, and, if asked for,
-// visible gradients; with Nones.
+// Their fields. `tensors_of`: the tensors that may be pending for them: parameters, what is owned for them, and, if
+// asked for, visible gradients; with Nones.
 std::vector<size_t> indices_of(const States& states);
 pybind11::list parameters_of(const States& states);
 pybind11::list updates_of(const States& states);
 pybind11::list tensors_of(const States& states, bool gradients);
 
-// Those that have been sent have arrived. Returns what is no longer pending, with Nones: while an update is due,
-// everything stays so.
+// Marks those that have been sent as arrived. Returns the tensors that are no longer pending, with Nones: while an
+// update is pending, all of them stay so.
 pybind11::list arrive(const States& states);
 
 // Those that update_grad updates, and those that are unlike most when they have arrived: unused on this rank, or with a
-// copy due.
+// pending copy.
 States with_update(const States& states);
 States unusual(const States& states);
 
-// Whether the .grad of each parameter is its visible gradient.
+// True if the .grad of each parameter is its visible gradient.
 bool hold_visible(const States& states);
 
 void bind_parameter_states(pybind11::module_& module);

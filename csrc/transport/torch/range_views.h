@@ -19,7 +19,7 @@ class RangeViews {
   RangeViews(const at::Tensor& buffer, std::span<const Range> ranges);
 
   int64_t element_count() const { return element_count_; }
-  // True for a single range. It travels where it lies; several ranges have to be packed.
+  // True for a single range. It is sent from where it lies; several ranges have to be packed.
   bool in_place() const { return views_.size() == 1; }
   const at::Tensor& front() const { return views_.front(); }
 

@@ -1,4 +1,4 @@
-// What pending.py and others would do in Python tensor by tensor, for many tensors at once.
+// Operations on many tensors at once, which pending.py and others would otherwise do in Python tensor by tensor.
 //
 // Thread safety: any thread that holds the GIL; no call gives it back between two tensors.
 #pragma once
@@ -14,7 +14,7 @@ namespace gradcast {
 // None is allowed in the list.
 int64_t mark_pending(const pybind11::object& base, const pybind11::list& tensors, const pybind11::object& class_for);
 
-// Gives pending tensors their own class again, which the pending one has as its `_gradcast_class`. None is allowed in the list.
+// Gives pending tensors their own class again, the `_gradcast_class` of the pending one. None is allowed in the list.
 void clear_pending(const pybind11::object& base, const pybind11::list& tensors);
 
 // An attribute `grad` for `base`: that of torch, for which __torch_function__ is asked only if the set `asked_for` is not
@@ -25,16 +25,16 @@ pybind11::object gradient_attribute(const pybind11::object& base, pybind11::set 
 // parameter's shape, type and device, or is None.
 pybind11::list swap_gradients(const pybind11::list& parameters, const pybind11::list& gradients);
 
-// Whether the .grad of each parameter is this tensor.
+// True if the .grad of each parameter is this tensor.
 bool hold_gradients(const pybind11::list& parameters, const pybind11::list& gradients);
 
 // The types and devices of these tensors, for comparison.
 pybind11::bytes kinds(const pybind11::list& tensors);
 
-// Whether each of these tensors still begins at this address.
+// True if each of these tensors still begins at this address.
 bool lie_at(const pybind11::list& tensors, const std::vector<int64_t>& addresses);
 
-// Whether the values of these dicts, and the items of these lists, one container after the other, are `expected`.
+// True if the values of these dicts, and the items of these lists, one container after the other, are `expected`.
 bool contain(const pybind11::list& containers, const pybind11::list& expected);
 
 }  // namespace gradcast

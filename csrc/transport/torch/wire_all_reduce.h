@@ -48,13 +48,13 @@ class WireAllReduce {
   // `number` is the same on all ranks, and differs between operations under way.
   WireAllReduce(SharedGroup& group, const WireTopology& topology, const WireBlock& block, int32_t number);
 
-  // What it needs besides its block.
+  // The memory that it needs besides its block.
   int64_t memory_bytes() const { return memory_bytes_; }
 
   // Encodes the block and sends it. `memory`: bytes. Never waits. A failure is kept, and the next step throws it.
   void begin(const at::Tensor& memory) noexcept;
 
-  // What follows, in this order; each waits for messages and throws what the backend throws.
+  // The next steps, in this order; each waits for messages and throws what the backend throws.
   void sum_inside_host();  // on two levels only
   void sum_between_hosts();
   // Afterwards the sums are in the block and the memory may be used again.

@@ -1,4 +1,4 @@
-// Which numbers of a block belong to which rank, and how they are encoded for the network.
+// The numbers of a block by rank, and their encoding for the network.
 //
 // Each number of a block has one owner, the rank that sums it. With 8-bit numbers the owner follows from the tensor, not
 // from the block, because the owner also keeps the error of rounding the sum: so results do not depend on the plan.
@@ -30,15 +30,15 @@ struct Piece {
   int64_t encoded_bytes() const;
 };
 
-// A part of a buffer in groups of kInt8GroupElements, the last one shorter. It begins at a multiple of that size, and the
-// next segment too; numbers between them do not travel. Rank (first_owner + k) mod W owns group k.
+// A part of a buffer in groups of kInt8GroupElements, the last one shorter. It begins at a multiple of that size, and
+// the next segment too; numbers between them are not sent. Rank (first_owner + k) mod W owns group k.
 struct GroupSegment {
   int64_t first = 0;  // element of the buffer
   int64_t count = 0;
   Encoding encoding = Encoding::kInt8;  // kFloat32: exact
   int32_t first_owner = 0;
-  // Whether the residual is sent with the numbers. Not if this rank has no gradient: if no rank has one, nobody uses
-  // what arrives.
+  // True if the residual is sent with the numbers. Not if this rank has no gradient: if no rank has one, nobody uses
+  // the result.
   bool sends_residual = true;
 };
 

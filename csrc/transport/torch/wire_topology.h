@@ -1,4 +1,4 @@
-// Which ranks share a host, and with whom a rank exchanges what in two levels.
+// The ranks that share a host, and the exchanges of a rank in two levels.
 //
 // Thread safety: pure; any thread.
 #pragma once

@@ -1,10 +1,10 @@
 // The wire worker: the all-reduces in a wire format that are under way, and the threads "gradcast-wire" that carry them
 // on.
 //
-// Messages tell nobody when they arrive, so threads have to wait for them. There is one thread for each step of an
-// all-reduce; each takes them in the order in which they were started. So while the sum of one travels, another one is
-// summed. On two levels a large block goes as several all-reduces, so that the network is not idle while the ranks of a
-// host exchange.
+// Messages notify nobody of their arrival, so threads have to wait for them. There is one thread for each step of an
+// all-reduce; each takes them in the order in which they were started. So while the sum of one is being sent, another
+// one is summed. On two levels a large block goes as several all-reduces, so that the network is not idle while the
+// ranks of a host exchange.
 //
 // Thread safety: any thread, but start() and start_collective() from one.
 #pragma once
@@ -39,10 +39,10 @@ class WireWorker {
 
   // Encodes the block, sends it and returns. The block's memory stays until `finished` was called.
   void start(const WireBlock& block, Finished finished) GC_EXCLUDES(mutex_);
-  // Starts an operation that travels as it is. The group is the worker's too, and one thread at a time may call it.
+  // Starts an operation that is sent unchanged. The group is the worker's too, and one thread at a time may call it.
   Collective start_collective(Op op, const RangeViews& views) GC_EXCLUDES(group_.mutex);
 
-  // After this no `finished` is called. The backend may still write into the memory of what was under way, so this
+  // After this no `finished` is called. The backend may still write into the memory of operations under way, so this
   // object must then live until the process ends.
   void abort() noexcept GC_EXCLUDES(mutex_);
   // Ends the threads. Idempotent. REQUIRES: everything has finished, or abort() was called. After an abort it returns
@@ -59,7 +59,7 @@ class WireWorker {
     std::unique_ptr<WireAllReduce> all_reduce;
     std::shared_ptr<Operation> operation;
     bool is_last;                  // of its operation
-    std::exception_ptr exception;  // of a step; the ones after it are left out
+    std::exception_ptr exception;  // of a step; the ones after it are skipped
   };
   using Step = void (WireAllReduce::*)();
 

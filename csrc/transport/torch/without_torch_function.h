@@ -1,5 +1,5 @@
-// No Python for tensors that are pending (see pending.py), for as long as this object exists: what uses one meanwhile
-// gets the value of now. Restores what was before.
+// No Python for tensors that are pending (see pending.py), for as long as this object exists: code that uses one
+// meanwhile gets the present value. Restores the former state.
 //
 // Thread safety: any thread; it holds for the one that makes it, which also has to end it.
 #pragma once
