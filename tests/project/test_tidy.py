@@ -62,11 +62,8 @@ def test_python_modules_say_what_they_are():
         assert path.read_text().startswith('"""'), path
 
 
-# Folders and files that are in the language of the field; to be extended to all of python/gradcast and csrc.
-PLAIN = re.compile(
-    r"python/gradcast/([a-z_]+|(cli|comparison|diagnosis|lab|plots|scaling)/.*)\.pyi?"
-    r"|(include/gradcast|csrc/(core|bench|bindings))/.*\.h"
-)
+# Files that are in the language of the field; training/step and training/sessions are to follow.
+PLAIN = re.compile(r"python/gradcast/(?!training/(step|sessions)/).*\.pyi?|(include/gradcast|csrc)/.*\.h")
 NO_NOUN_PHRASE = re.compile(r"(What|Whether|How|As)\b")
 PRIVATE_WORD = re.compile(
     r"\b(travel\w*|passengers?|apart|hears?|heard|told|due|borrowed forward|lends?|long frozen|certified share|left out"
@@ -88,7 +85,7 @@ def descriptions(path: Path) -> list[str]:
 def test_docstrings_are_in_the_language_of_the_field():
     """House rules: a noun phrase or "Returns ..."; the field's words, not private ones."""
     clean = [path for path in files() if PLAIN.fullmatch(str(path.relative_to(ROOT)))]
-    assert len(clean) > 150
+    assert len(clean) > 250
     found = [(path, text) for path in clean for text in descriptions(path)]
     assert not [f"{path}: {text[:60]}" for path, text in found if NO_NOUN_PHRASE.match(text)]
     assert not [f"{path}: {match[0]}" for path, text in found if (match := PRIVATE_WORD.search(text))]

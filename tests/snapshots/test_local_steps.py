@@ -125,7 +125,7 @@ def test_what_resume_refuses(rank, tmp_path):
     plain.detach()
     module, optimizer, handle = begin()
     resume = functools.partial(gradcast.resume, tmp_path / "plain", module, optimizer)
-    found += not_refused(resume, "leave options.local out")
+    found += not_refused(resume, "omit options.local")
     handle.detach()
     return found
 

@@ -71,7 +71,7 @@ def difference(reading: Reading, common: dict[str, Any], training: Training, gro
     if reading.is_local and training.local is None:
         raise refused("it is of local steps; call gradcast.attach() with options.local before gradcast.resume()")
     if not reading.is_local and training.local is not None:
-        raise refused("it is of a training without local steps; leave options.local out, or name another folder")
+        raise refused("it is of a training without local steps; omit options.local, or name another folder")
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in model_tensors(module).items()}
     tensors = {path: reading.tensors[path] for path in reading.paths if path[0] == "model"}
     saved = {path[1]: (each.shape, each.dtype) for path, each in tensors.items()}

@@ -160,7 +160,7 @@ def _restore(reading: Reading, saved: Saved, training: Training, ready: _Ready) 
 
 
 def restore_random_states(state: dict[str, Any], modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Restores them now, and once more where the first training forward pass of one of ``modules`` begins."""
+    """Sets them now, and once more where the first training forward pass of one of ``modules`` begins."""
     restore_random_state(state, device)
     hooks: list[Any] = []
 
@@ -180,7 +180,7 @@ def _restore_optimizer(
     module: nn.Module,
     optimizer: Optimizer,
 ) -> None:
-    """``state``, ``entries``: see optimizer_state."""
+    """Restores an optimizer. ``state``, ``entries``: see optimizer_state."""
     parameters = dict(module.named_parameters())
     for name, entry in entries.items():
         for key, value in entry.items():

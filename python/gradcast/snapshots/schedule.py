@@ -9,7 +9,7 @@ _LONGEST_WAIT_S = 120.0  # a rank that was killed agrees to nothing
 
 
 class Schedule:
-    """``step``: the number that the training has made. ``next``: that of the next snapshot, None if none is chosen."""
+    """``step``: the number of steps made. ``next``: the step of the next snapshot, None if none is chosen."""
 
     def __init__(self, step: int, first: int) -> None:
         self._changed = threading.Condition()

@@ -123,7 +123,7 @@ class Layout:
                 self._metadata = None
 
     def metadata(self, paths: list[Path_]) -> Metadata:
-        """Torch's. ``paths``: of tensors that may not be missing, in their order."""
+        """Torch's metadata. ``paths``: of tensors that may not be missing, in their order."""
         if self._metadata is None:
             tensors = [each for _, _, own in self.parts.values() for each in own]
             known = {_key(each["path"]): tuple(each["path"]) for each in tensors}

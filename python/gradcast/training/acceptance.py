@@ -78,7 +78,7 @@ class Accepted:
         return (self.module,) if self.ddp is not None else self.called
 
     def modules_with_buffers(self, broadcast: bool) -> tuple[nn.Module, ...]:
-        """Those whose buffers gradcast sends. ``broadcast``: the option of this name."""
+        """The modules whose buffers gradcast sends. ``broadcast``: the option of this name."""
         return self.called if self.ddp is None and broadcast else ()
 
     @property

@@ -222,7 +222,7 @@ def _tell_exchange(
         if exact:
             _log.info("not in %s, but as they are: the gradients of %s", wire, shown(exact))
     if (sentence := saves_nothing(found, wire, on_device=on_device)) is not None:
-        _log.warning("%s; leave options.wire out", sentence)
+        _log.warning("%s; omit options.wire", sentence)
 
 
 def make_log_visible() -> None:

@@ -189,8 +189,8 @@ class LocalSteps(_Group, prefix="options.local"):
             self._exclude(given, f"belongs to every='auto', and every is {self.every}")
         if self.every == 1 and self.outer is None:
             raise Error(
-                "options.local.every is 1 and outer is not given: to average in every step, that is DDP: leave "
-                "options.local out, or name outer if the ranks are to average their parameters in every step"
+                "options.local.every is 1 and outer is not given: to average in every step, that is DDP: omit "
+                "options.local, or name outer if the ranks are to average their parameters in every step"
             )
         if self.averages:
             default = "" if self.outer else ", as every='auto' has by default"

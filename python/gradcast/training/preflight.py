@@ -42,7 +42,7 @@ def check_local_steps(options: Options, optimizers: Sequence[Any], module: Any, 
             "the DistributedDataParallel"
         )
     if options.plan.path is not None:
-        raise refused("GRADCAST_PLAN is set, and local steps follow no plan; unset it, or leave options.local out")
+        raise refused("GRADCAST_PLAN is set, and local steps follow no plan; unset it, or omit options.local")
 
 
 def check_clipping(options: Options, given: Sequence[Any]) -> None:

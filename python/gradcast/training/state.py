@@ -103,7 +103,7 @@ class TrainingState:
         return self.session.checkpoint.saved(self._kept[1])
 
     def load(self, state: dict[str, Any]) -> None:
-        """Collective, as ``handle.load_state_dict()``."""
+        """Loads a state. Collective, as ``handle.load_state_dict()``."""
         require_attached(self.session)
         self.session.checkpoint.load_state_dict(state)
 

@@ -39,7 +39,7 @@ WRONG = [
     ({"every": "auto", **LOSS, "lr": 0.5}, "as every='auto' has by default"),
     ({"every": 5, "evaluate": len}, "belongs to every='auto'"),
     ({"every": 5, "every_max": 50}, "belongs to every='auto'"),
-    ({"every": 1}, "that is DDP: leave options.local out"),
+    ({"every": 1}, "that is DDP: omit options.local"),
     ({"every": 5, "outer": "adam"}, "nesterov or average"),
     ({"every": 5, "outer": "average", "lr": 0.5}, "lr belongs to"),
     ({"every": 5, "outer": "average", "momentum": 0.5}, "momentum belongs to"),

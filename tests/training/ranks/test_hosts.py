@@ -94,7 +94,7 @@ def test_a_wire_format_that_is_slower_is_warned_of_once():
         _tell_exchange(Hosts.even(8, 2), None, "bf16", {}, on_device=True)
     assert len(lines) == 1
     assert "6.00 times the bytes" in lines[0]
-    assert "with fp32 1.94 times; leave options.wire out" in lines[0]
+    assert "with fp32 1.94 times; omit options.wire" in lines[0]
 
 
 def test_what_is_lossy_and_what_is_summed_first_is_said():

@@ -40,7 +40,7 @@ class ArmedReducer(torch.distributed.Reducer):
 
 @contextlib.contextmanager
 def _making_armed_reducers() -> Iterator[None]:
-    """Inside, DDP makes its reducer of this class."""
+    """Makes DDP use this class for its reducer inside."""
     # A reducer made earlier cannot change its class, and DDP has no parameter for it.
     package: Any = torch.distributed
     own, package.Reducer = package.Reducer, ArmedReducer
@@ -51,7 +51,7 @@ def _making_armed_reducers() -> Iterator[None]:
 
 
 class DdpTakeover:
-    """Until ``give_back()`` DDP reduces nothing. Its reducer is an ArmedReducer.
+    """Keeps DDP from reducing until ``give_back()``. Its reducer is an ArmedReducer.
 
     With ``ddp.join()``, ranks that have run out of inputs shadow DDP's own operations, and cannot shadow gradcast's. So
     DDP has to reduce there: ``joining`` is called before the first operation of such a run, ``joined`` after the last.

@@ -38,7 +38,7 @@ class OuterOptimizer:
         values.add_(difference, alpha=-self.lr)
 
     def settings(self) -> dict[str, Any]:
-        """By the names of the options."""
+        """The settings by the names of the options."""
         if self.momentum is None:
             return {"outer": "average", "lr": None, "momentum": None}
         return {"outer": "nesterov", "lr": self.lr, "momentum": self.momentum}

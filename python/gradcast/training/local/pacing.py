@@ -27,7 +27,7 @@ Score = float | str  # or what is wrong with it
 
 
 class Pacing:
-    """``measured_step``: when the gap was measured last. ``last``: what was found then."""
+    """Measures and chooses. ``measured_step``: the step of the last measurement. ``last``: its result."""
 
     def __init__(self, accepted: Accepted, local: LocalSteps, group: Group) -> None:
         self._model, self._local = accepted.whole, local
@@ -80,8 +80,8 @@ class Pacing:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the model is in evaluation mode and computes no gradients. Afterwards modes, buffers, gradients and
-    random generators are what they were."""
+    """Puts the model into evaluation mode without gradients inside. Afterwards modes, buffers, gradients and random
+    generators are as before."""
     chances = random_state(device)
     modes = [(each, each.training) for each in model.modules()]
     buffers = [(each._buffers, key, t) for each in model.modules() for key, t in each._buffers.items() if t is not None]

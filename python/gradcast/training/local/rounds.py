@@ -46,7 +46,7 @@ class FragmentExchange:
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _follow(self, first: int) -> None:
-        """From the next iteration on, fragments are sent in their order, beginning with this one."""
+        """Makes the engine send fragments in their order from the next iteration on, beginning with this one."""
         if self._first == first:
             return
         count = len(self._fragments.indices)
@@ -223,7 +223,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """After an error the ranks' models may differ, so each later step raises it again."""
+        """Makes each later step raise an error again, since the ranks' models may differ after it."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -301,6 +301,6 @@ class Rounds:
             self._taken[fragment] = True
 
     def fingerprint(self) -> tuple[int, ...]:
-        """Equal on two ranks whose rounds can go on together."""
+        """Numbers that are equal on ranks whose rounds can go on together."""
         sums = [int(self._fragments.checksum(fragment)) for fragment in range(len(self.schedule.fragments))]
         return (self.schedule.every, self.clock, self.steps, *self._taken, *sums)

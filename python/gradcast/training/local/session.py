@@ -63,7 +63,7 @@ def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) 
 
 
 class LocalStepsSession(TrainingSession):
-    """For any number of workers; a single one makes the outer updates from its own differences."""
+    """A session for any number of workers; a single one makes the outer updates from its own differences."""
 
     report: LocalReport
 

@@ -35,7 +35,7 @@ class DeviceClock:
         return event
 
     def between(self, start: Any, end: Any) -> float:
-        """ns. Waits for the device where it has not come so far."""
+        """Returns ns. Waits for the device where it has not come so far."""
         end.synchronize()
         return start.elapsed_time(end) * 1e6
 

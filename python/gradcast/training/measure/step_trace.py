@@ -20,7 +20,7 @@ _COMPUTE_LANE, _LINK_LANE = 1, 2
 
 
 class Stamp(int):
-    """ns on the host. ``event``: a point of the device's stream."""
+    """A time, in ns on the host. ``event``: a point of the device's stream."""
 
     event: Any
 
@@ -57,7 +57,7 @@ class StepRecord:
 
     @property
     def backward_ns(self) -> int:
-        """Until backward() has returned; in hook mode that includes waiting for gradients."""
+        """Time until backward() has returned; in hook mode that includes waiting for gradients."""
         ended_ns = max((end for name, _, end in self.spans if name == "backward"), default=self.start_ns)
         waited = [end for name, start, end in self.spans if name == "wait" and start == ended_ns]
         return max([ended_ns, *waited]) - self.start_ns

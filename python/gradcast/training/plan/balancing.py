@@ -53,7 +53,7 @@ class ShareSchedule:
         return shares.part_of(held, count)
 
     def change(self, new: tuple[int, ...], farthest: Callable[[Place], Place]) -> Place:
-        """From the batch behind the returned place on, shares are new. ``farthest``: of all ranks. Collective."""
+        """Changes shares from the batch behind the returned place on. ``farthest``: of all ranks. Collective."""
         with self._lock:
             since = farthest(self._drawn)
             self._changes.append((since, new))

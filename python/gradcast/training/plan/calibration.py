@@ -61,7 +61,7 @@ class Calibration:
         ]
 
     def gather(self, group: Group) -> CalibrationSteps:
-        """Collective. Raises Error, on every rank, if one cannot measure its steps."""
+        """Returns all ranks' steps. Collective. Raises Error, on every rank, if one cannot measure its steps."""
         ranks = group.computed_by_each(self._measured, "measuring the plan's first steps")
         return CalibrationSteps(
             [network_cost.combined(step) for step in steps_known_on_all_ranks([blocks for blocks, _ in ranks])],
@@ -69,7 +69,7 @@ class Calibration:
         )
 
     def _measured(self) -> tuple[list[list[network_cost.Sample] | None], list[Compute | None]]:
-        """On a device, waits for it."""
+        """Returns this rank's steps. On a device, waits for it."""
         return self._blocks[1:], [each and each() for each in self._compute[1:]]  # the first step allocates memory
 
 

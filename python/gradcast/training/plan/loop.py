@@ -313,7 +313,7 @@ class PlanLoop:
             return phase if self.keep_if_confirmed(agreed) else self.start_plan(agreed)
 
     def _plan_for_compute(self, busy_ns: float) -> Phase:
-        """``busy_ns``: compute of the slowest rank."""
+        """Plans for another compute time. ``busy_ns``: of the slowest rank."""
         with self._agreeing():
             agreed = self._agree(lambda: self.proposer.from_compute(self.agreed, busy_ns))
             self.profile = agreed.profile

@@ -198,7 +198,7 @@ class Proposer:
     def _choose(
         self, profile: _core.Profile, variation: StepVariation, present: _core.Plan | None = None
     ) -> _core.Plan:
-        """``present``: see best_for_steps."""
+        """Chooses a plan. ``present``: see best_for_steps."""
         share = functools.partial(self._waiting_share, profile)
         return best_for_steps(profile, self._modes, variation, self.options, share, present)
 

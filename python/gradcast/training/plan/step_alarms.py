@@ -59,7 +59,7 @@ class StepAlarms:
         self._before: dict[tcp_counters.Ends, tcp_counters.Carried] | None = None  # when the link was first suspected
 
     def plan_began(self, agreed: AgreedPlan, *, is_new: bool = True) -> None:
-        """``is_new``: not the one before, of which more is known."""
+        """Expects the times of a plan. ``is_new``: not the one before, of which more is known."""
         if agreed.profile.link is None:  # a pinned plan
             self._reference = None
             self.alarms.learn(self._last_step)

@@ -41,7 +41,7 @@ class EngineUse:
     _finalizer: Any = None
 
     def begin(self, owner: Any) -> None:
-        """``owner``: if it is garbage-collected, the engine is dropped."""
+        """Begins the use. ``owner``: if it is garbage-collected, the engine is dropped."""
         self._finalizer = weakref.finalize(owner, self._on_dropped)
         self._finalizer.atexit = False
 

@@ -43,7 +43,7 @@ _STRANGERS_MAX = 64
 
 @dataclasses.dataclass(frozen=True)
 class ServerAddress:
-    """``token``: required in each request."""
+    """The server's address. ``token``: required in each request."""
 
     host: str
     port: int
@@ -180,7 +180,7 @@ def ask(address: ServerAddress, kind: str, rank: int, entry: Any) -> dict[int, A
 
 
 def _received(connection: socket.socket, deadline_s: float) -> bytes:
-    """Everything until the server has finished writing."""
+    """Returns all bytes until the server has finished writing."""
     data = bytearray()
     while len(data) <= _REPLY_BYTES_MAX:
         connection.settimeout(max(0.001, deadline_s - time.monotonic()))
