@@ -16,6 +16,7 @@ in the unattributed time. (The GPU path is untested.)
 """
 
 import collections
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,28 @@ from gradcast.training.observe import EarlyUses
 RECORDED_STEPS_MAX = 2
 _CHECKED_GRADIENTS = 8  # a sample: code that writes into gradients writes into all of them
 _MS = 1e6
+
+
+@dataclasses.dataclass
+class _OpenStep:
+    """``versions``: of gradients at the end of backward. ``passes_before_ns``: of the passes before an update; with a
+    closure, others run inside, and their time is subtracted."""
+
+    start_ns: int
+    recorded: RecordedStep = dataclasses.field(default_factory=list)
+    used: set[int] = dataclasses.field(default_factory=set)  # parameters with a gradient, if DDP searches for others
+    ns: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(("forward", "backward", "update", "exposed"), 0)
+    )
+    forward_start_ns: int = 0
+    backward_start_ns: int = 0
+    computed_ns: int = 0
+    backwards: int = 0
+    versions: list[tuple[int, int] | None] | None = None
+    in_update: bool = False
+    update_start_ns: int = 0
+    passes_before_ns: int = 0
+    output_handles: list[Any] = dataclasses.field(default_factory=list)
 
 
 class Observer:
@@ -58,9 +81,8 @@ class Observer:
         self._ddp, self._loader, self._step_ended, self._keep_from = ddp, loader, step_ended, keep_from
         self._trainable: list[torch.nn.Parameter] = [each for each in ddp.module.parameters() if each.requires_grad]
         self.early_uses = EarlyUses(self._trainable)  # in the recorded steps
-        self._in_update = False
         self._open: RecordedPass | None = None
-        self._output_handles: list[Any] = []
+        self._step = _OpenStep(0)
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             ddp.register_forward_hook(self._after_forward),
@@ -72,7 +94,6 @@ class Observer:
             before = optimizer.register_step_pre_hook(functools.partial(self._before_update, after.id))
             self._handles += [before, after]
         # Only if DDP itself searches for parameters without gradients, because it costs a call per gradient.
-        self._used: set[int] = set()
         if ddp.find_unused_parameters or ddp.static_graph:
             for each in self._trainable:
                 self._handles.append(each.register_hook(functools.partial(self._mark_used, id(each))))
@@ -83,9 +104,9 @@ class Observer:
     def close(self) -> None:
         self.early_uses.stop()
         torch.amp.GradScaler.step = self._scaler_step
-        for handle in [*self._handles, *self._output_handles]:
+        for handle in [*self._handles, *self._step.output_handles]:
             handle.remove()
-        self._handles, self._output_handles = [], []
+        self._handles, self._step.output_handles = [], []
         # The owner's: with it the observer would be a cycle, which keeps the training's DDP until garbage is collected.
         self._step_ended = lambda: None
 
@@ -104,17 +125,10 @@ class Observer:
         return len(self.steps) >= self._keep_from
 
     def _begin_step(self) -> None:
-        for handle in self._output_handles:
+        for handle in self._step.output_handles:
             handle.remove()
-        self._output_handles = []
-        self._recorded: RecordedStep = []
-        self._used.clear()
-        self._start_ns = time.perf_counter_ns()
         self._loader.waited_ns = 0
-        self._ns = dict.fromkeys(("forward", "backward", "update", "exposed"), 0)
-        self._forward_start_ns = self._backward_start_ns = self._computed_ns = self._backwards = 0
-        # Gradient versions at the end of backward.
-        self._versions_after_backward: list[tuple[int, int] | None] | None = None
+        self._step = _OpenStep(time.perf_counter_ns())
 
     def _before_forward(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._open = None
@@ -122,43 +136,43 @@ class Observer:
         if torch.is_grad_enabled():
             keep = self._records
             self._open = begin_pass(self._ddp, arguments, keywords, keep=keep)
-        self._forward_start_ns = time.perf_counter_ns()
+        self._step.forward_start_ns = time.perf_counter_ns()
 
     def _after_forward(self, _: Any, _inputs: Any, output: Any) -> None:
         opened, self._open = self._open, None
         if opened is None:
             return
-        self._ns["forward"] += time.perf_counter_ns() - self._forward_start_ns
-        self._recorded.append(opened)
+        self._step.ns["forward"] += time.perf_counter_ns() - self._step.forward_start_ns
+        self._step.recorded.append(opened)
         for index, tensor in enumerate(outputs_of(output)):
             if tensor is not None:
                 hook = functools.partial(self._on_output_gradient, opened, index)
-                self._output_handles.append(tensor.register_hook(hook))
+                self._step.output_handles.append(tensor.register_hook(hook))
 
     def _on_output_gradient(self, into: RecordedPass, index: int, gradient: torch.Tensor) -> None:
-        if self._backward_start_ns == 0:
-            self._backward_start_ns = time.perf_counter_ns()
-            self._backwards += 1
+        if self._step.backward_start_ns == 0:
+            self._step.backward_start_ns = time.perf_counter_ns()
+            self._step.backwards += 1
             # This runs before DDP's callback, which waits for the network: autograd calls back in queue order.
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_computed)
         into.gradients[index] = gradient.detach() if into.kept else None
-        into.backward = self._backwards
+        into.backward = self._step.backwards
 
     def _on_backward_computed(self) -> None:
-        self._computed_ns = time.perf_counter_ns()
+        self._step.computed_ns = time.perf_counter_ns()
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)  # runs after DDP's callback
 
     def _on_backward_end(self) -> None:
         now_ns = time.perf_counter_ns()
-        self._ns["backward"] += now_ns - self._backward_start_ns
-        self._ns["exposed"] += now_ns - self._computed_ns
-        self._backward_start_ns = 0
-        self._versions_after_backward = self._gradient_versions()
-        if self._records and not self._in_update:
+        self._step.ns["backward"] += now_ns - self._step.backward_start_ns
+        self._step.ns["exposed"] += now_ns - self._step.computed_ns
+        self._step.backward_start_ns = 0
+        self._step.versions = self._gradient_versions()
+        if self._records and not self._step.in_update:
             self.early_uses.watch_gradients()
 
     def _mark_used(self, parameter: int, _: torch.Tensor) -> None:
-        self._used.add(parameter)
+        self._step.used.add(parameter)
 
     def _gradient_versions(self) -> list[tuple[int, int] | None]:
         gradients = [each.grad for each in self._trainable[:_CHECKED_GRADIENTS]]
@@ -169,24 +183,23 @@ class Observer:
         if after in optimizer._optimizer_step_post_hooks:
             cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(after)
         self.early_uses.stop()
-        self._in_update = True  # with a closure, the passes run inside
-        if self._versions_after_backward is not None:
-            self.gradients_used |= self._gradient_versions() != self._versions_after_backward
-            self._versions_after_backward = None
-        # With a closure, the passes run inside step(); their time is subtracted from the update.
-        self._update_start_ns = time.perf_counter_ns()
-        self._passes_before_ns = self._ns["forward"] + self._ns["backward"]
+        self._step.in_update = True
+        if self._step.versions is not None:
+            self.gradients_used |= self._gradient_versions() != self._step.versions
+            self._step.versions = None
+        self._step.update_start_ns = time.perf_counter_ns()
+        self._step.passes_before_ns = self._step.ns["forward"] + self._step.ns["backward"]
 
     def _after_update(self, is_main: bool, *_: Any) -> None:
         end_ns = time.perf_counter_ns()
-        self._in_update = False
-        inside_ns = self._ns["forward"] + self._ns["backward"] - self._passes_before_ns
-        self._ns["update"] += end_ns - self._update_start_ns - inside_ns
+        self._step.in_update = False
+        inside_ns = self._step.ns["forward"] + self._step.ns["backward"] - self._step.passes_before_ns
+        self._step.ns["update"] += end_ns - self._step.update_start_ns - inside_ns
         if not is_main:
             return
         self.optimizer_steps += 1
-        if any(each.gradients for each in self._recorded):
-            self._end_step(end_ns - self._start_ns)
+        if any(each.gradients for each in self._step.recorded):
+            self._end_step(end_ns - self._step.start_ns)
             self._step_ended()
             if self._records and self._handles:  # not closed in between
                 self.early_uses.watch_parameters()
@@ -194,12 +207,12 @@ class Observer:
             self._begin_step()
 
     def _end_step(self, step_ns: int) -> None:
-        exposed_ns = self._ns.pop("exposed")
-        stages = {"loader": self._loader.waited_ns} | self._ns
+        exposed_ns = self._step.ns.pop("exposed")
+        stages = {"loader": self._loader.waited_ns} | self._step.ns
         on_host = self._ddp.device.type == "cpu"
         stages["loop"] = max(0, step_ns - sum(stages.values())) if on_host else 0
         found = stages | {"step": step_ns, "exposed": exposed_ns}
         self.steps.append({name: value / _MS for name, value in found.items()})
-        self.all_used &= len(self._used) == len(self._trainable)
-        self.recorded_steps.append(self._recorded)
+        self.all_used &= len(self._step.used) == len(self._trainable)
+        self.recorded_steps.append(self._step.recorded)
         self._begin_step()
