@@ -90,7 +90,7 @@ class PlanReport(Report):
             "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),
             "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
             "update_calls": statistics.median_high(record.update_calls for record in records) if records else None,
-            "grad_norm": self._steps.grad_norm,
+            "grad_norm": self._steps.clipping.grad_norm,
             "clipping": clipping and clipping.stats(),
             "waits": self._steps.waits.stats(),
         }

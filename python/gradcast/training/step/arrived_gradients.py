@@ -43,7 +43,7 @@ class ArrivedGradients:
         """Ids of parameters that have been frozen on all ranks for many steps in a row."""
         return {id(each.parameter) for each in self._table.frozen_for(_LONG_FROZEN_STEPS)}
 
-    def settle(self, states: list[ParameterState]) -> None:
+    def settle(self, states: Sequence[ParameterState]) -> None:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
         gradients and the step message have arrived."""
         self._consistency.on_arrival()

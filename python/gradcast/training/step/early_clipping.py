@@ -23,7 +23,7 @@ class EarlyClipping:
         self, options: Options, steps: OptimizerSteps, lock: threading.RLock, use_gradients: Callable[[], None]
     ) -> None:
         self._options, self._steps, self._gradients = options, steps, steps.gradients
-        self._states, self._clipping = self._gradients.states, self._gradients.clipping or steps.values
+        self._states, self._clipping = self._gradients.states, self._gradients.clipping or steps.clipping.values
         self._lock, self._use_gradients = lock, use_gradients
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:

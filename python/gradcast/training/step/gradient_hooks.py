@@ -13,6 +13,7 @@ Thread safety: hooks run on autograd's threads, one backward pass at a time; eve
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class GradientHooks:
 
     def __init__(
         self,
-        states: list[ParameterState],
+        states: Sequence[ParameterState],
         table: Any,
         exchange: GradientExchange,
         message: StepMessage,
@@ -107,7 +108,7 @@ class GradientHooks:
             state.forward_version = None if state.is_update_due else state.parameter._version
         self.passes.watch_output(module, output, WeakHook(self._on_backward_start, forward))
 
-    def are_in_place(self, states: list[ParameterState]) -> bool:
+    def are_in_place(self, states: Sequence[ParameterState]) -> bool:
         """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
         apart = self.exchange.buffers.apart
         native = extension.load()
@@ -141,6 +142,19 @@ class GradientHooks:
         self.exchange.wait_all()
         with interrupts.after_this(), default_context():
             self.arrived.settle(self.states)
+
+    def wait_for(self, states: Sequence[ParameterState]) -> None:
+        """Waits until these gradients have arrived, and notes all that have. REQUIRES: all gradients are sent."""
+        self.note_arrivals()
+        # The message tells whether the ranks' gradients belong together.
+        missing = self.table.missing([self.message.index, *extension.load().indices_of(states)])
+        if missing:
+            self.table.note_arrived(self.exchange.wait(missing))
+            self.note_arrivals()
+        self.weights.receive()
+
+    def note_arrivals(self) -> None:
+        self.table.note_arrived(self.exchange.newly_arrived())
 
     @property
     def listener(self) -> Any:
