@@ -184,7 +184,7 @@ class Session(TrainingSession):
     def leave_reduction_to_ddp(self, leave: bool) -> None:
         """``leave``: from now on DDP reduces the gradients itself. Otherwise gradcast does so again."""
         self.flush()
-        self.cycle.gradients.forget_unsynchronized()
+        self.cycle.gradients.used_unsynchronized.clear()
         self.cycle.ddp_reduces = leave
 
     def abandon(self) -> None:

@@ -147,7 +147,7 @@ class StepCycle:
                 with self.waits.at(Cause.GRADIENTS_AFTER_STEP):
                     self.steps.complete_all_updates()
             if any(pending.is_pending(each) and self.steps.parameters_changing(each) is None for each in tensors):
-                self.gradients.refuse_inside_backward()
+                self.gradients.passes.refuse_inside()
                 with self.waits.at(Cause.GRADIENTS):
                     self.use_gradients()
 

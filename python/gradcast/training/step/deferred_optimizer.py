@@ -54,8 +54,7 @@ class DeferredOptimizer:
     def release(self) -> None:
         self.interception.remove()
         self.guard.release()
-        # A handle may keep this object.
-        del self.optimizer, self.states, self._comparison, self._places, self._others, self._partial
+        del self.optimizer, self.states, self._places, self._others, self._partial  # a handle may keep this object
 
     @property
     def due(self) -> Sequence[ParameterState]:

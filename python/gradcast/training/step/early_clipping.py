@@ -71,5 +71,5 @@ class EarlyClipping:
         with self._lock, self._steps.waits.at(Cause.NORM):
             self._steps.complete_all_updates()
             if isinstance(self._clipping, NormClipping) and self._clipping.is_promised:
-                self._gradients.refuse_inside_backward()
+                self._gradients.passes.refuse_inside()
                 self._use_gradients()

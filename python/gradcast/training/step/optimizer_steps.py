@@ -185,7 +185,7 @@ class OptimizerSteps:
             held = optimizer.held()
             optimizer.defer(settings, self.gradients.listener)
         if self.clipping.norm is not None:
-            self.gradients.note_arrivals()
+            self.gradients.arrived.note()
             self.clipping.take_norms(optimizer.states)
         if held:
             self._complete_held(held)
@@ -234,7 +234,7 @@ class OptimizerSteps:
         can_certify = clipping.can_certify
         if can_certify or not clipping.is_norm_missing:
             with self._trace.timed("wait"):
-                self.gradients.wait_for(due)
+                self.gradients.arrived.wait_for(due)
         if can_certify:
             with self._trace.timed("update"), interrupts.after_this():
                 clipping.certify()

@@ -38,7 +38,7 @@ class PartComparison:
         self._on_device = any(state.parameter.is_cuda for state in states)
         self._steps, self._last, self._count = 0, 0, 0
         self._norms: dict[int, float] = {}  # by parameter: of its gradient, when that was looked at last
-        self._watched: ParameterState | None = None  # whose gradient is looked at, while it is known in time
+        self._watched: int | None = None  # the parameter whose gradient is looked at, while it is known in time
         self._is_possible, self._draws = True, False
 
     def run_watched(self, run: Callable[[], None]) -> None:
@@ -65,14 +65,15 @@ class PartComparison:
     def _is_outlier(self, arrived: Sequence[ParameterState]) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # gradients are pending
             known = extension.load().with_update(arrived)
-            if self._watched is None or self._watched not in known:
+            indices = extension.load().indices_of(known)
+            if self._watched not in indices:
                 with_values = [state for state in known if state.update_grad.numel() > 0]
                 if not with_values:
                     return False
-                self._watched = min(with_values, key=lambda state: state.update_grad.numel())
-            norm = torch.linalg.vector_norm(self._watched.update_grad).item()
-        before = self._norms.setdefault(self._watched.index, norm)
-        self._norms[self._watched.index] = norm
+                self._watched = min(with_values, key=lambda state: state.update_grad.numel()).index
+            norm = torch.linalg.vector_norm(known[indices.index(self._watched)].update_grad).item()
+        before = self._norms.setdefault(self._watched, norm)
+        self._norms[self._watched] = norm
         return not before / _OUTLIER <= norm <= before * _OUTLIER
 
     def run(self, partial: PartialStep, parameters: Sequence[nn.Parameter], run_all: Callable[[], None]) -> None:

@@ -84,7 +84,7 @@ class StepWeights:
     def __init__(self, given: GivenWeights, exchange: GradientExchange, group: Group) -> None:
         self.given = given
         self._buffers, self._exchange, self._group = exchange.buffers, exchange, group
-        self._waits = exchange.wire in ("fp16", "int8") or torch.float16 in exchange.buffers.dtypes
+        self._waits = exchange.buffers.wire in ("fp16", "int8") or torch.float16 in exchange.buffers.dtypes
         self._reference: float | None = None
         self._numbers: Any = None  # carries the weights
         self._is_sent = False  # those of the open step, and not received
