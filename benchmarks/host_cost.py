@@ -4,8 +4,9 @@
 
 Two workers train the same model of many small tensors in several ways, by turns of ten steps: in a plain loop, with
 DDP, and in both modes attached to the bare module and to DDP. With ``--parent``, the ``python`` folder of another
-checkout, two more workers train with that one's gradcast, so that both are measured at the same time. Counted is the
-CPU time of the thread that trains, and that of the whole process; time that a thread waits is not counted.
+checkout, two more workers do the same with that one's gradcast, so that both are measured at the same time, each beside
+the plain loop of its own process. Counted is the CPU time of the thread that trains, and that of the whole process;
+time that a thread waits is not counted.
 
 Printed are the microseconds that each way adds to a step of the plain loop, relative to what DDP adds and to what the
 parent adds (the median of the rounds, and the quartiles), and the median number of calls of the optimizer per step. The
@@ -123,7 +124,7 @@ def worker(args: argparse.Namespace) -> None:
 def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     """The loops that take turns, each a version of gradcast and a kind."""
     versions = ["new", "parent"] if args.parent else ["new"]
-    return [("new", "plain"), ("new", "DDP"), *itertools.product(versions, _ATTACHED)]
+    return list(itertools.product(versions, ("plain", "DDP", *_ATTACHED)))
 
 
 def in_turn(args: argparse.Namespace, run: Callable[[str], dict[str, float]]) -> None:
@@ -169,9 +170,9 @@ def show(clock: str, turns: Sequence[list], args: argparse.Namespace) -> None:
     for version, kind, measured in turns:
         times[version, kind].append(measured[clock])
         calls[version, kind].append(measured["calls"])
-    plain, ddp = times["new", "plain"], times["new", "DDP"]
-    added = {arm: [own - base for own, base in zip(times[arm], plain, strict=True)] for arm in times}
-    print(f"  CPU time of the {clock}: plain {statistics.median(plain):.0f} us, DDP {statistics.median(ddp):.0f} us")
+    added = {arm: [own - base for own, base in zip(times[arm], times[arm[0], "plain"], strict=True)] for arm in times}
+    plain, ddp = (statistics.median(times["new", kind]) for kind in ("plain", "DDP"))
+    print(f"  CPU time of the {clock}: plain {plain:.0f} us, DDP {ddp:.0f} us")
     for kind in _ATTACHED:
         text = f"    {kind:11} adds {statistics.median(added['new', kind]):6.0f} us, "
         text += f"{ratio(added['new', kind], added['new', 'DDP'])} x DDP's"

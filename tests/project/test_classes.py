@@ -9,7 +9,7 @@ from conftest import ROOT
 
 TRAINING = ROOT / "python/gradcast/training"
 FILES = [*sorted((TRAINING / "sessions").glob("*.py")), TRAINING / "attachment.py"]
-FILES += sorted((TRAINING / "local").glob("*.py"))
+FILES += [path for folder in ("local", "step") for path in sorted((TRAINING / folder).glob("*.py"))]
 CLASSES = {
     node.name: node for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
 }

@@ -264,7 +264,24 @@ SharedState GradientTable::begin_step(py::object timed) {
   sent_count_ = 0;
   is_timed_ = !timed.is_none();
   timed_ = std::move(timed);
+  arrived_.assign(places_.size(), false);
   return enter(states_, Phase::kIdle, {Phase::kIdle, Phase::kArrived});
+}
+
+void GradientTable::note_arrived(const std::vector<size_t>& indices) {
+  for (const size_t index : indices)
+    arrived_.at(index) = true;
+}
+
+std::vector<size_t> GradientTable::missing(const std::vector<size_t>& indices) const {
+  std::vector<size_t> found;
+  std::copy_if(indices.begin(), indices.end(), std::back_inserter(found),
+               [this](size_t index) { return !arrived_.at(index); });
+  return found;
+}
+
+States GradientTable::arrived(const States& states) const {
+  return those(states, [this](const SharedState& state) { return arrived_.at(state->index); });
 }
 
 States GradientTable::idle() const {

@@ -76,6 +76,10 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   // Begins a step: nothing is sent yet. `timed(index)`, if it is not None, is called before each of its gradients is
   // sent. Returns a parameter whose gradient has not arrived, or whose update is pending, if there is one.
   SharedState begin_step(pybind11::object timed);
+  // Gradients, and what is sent with them, that have arrived in this step; `missing`: those of these that have not.
+  void note_arrived(const std::vector<size_t>& indices);
+  std::vector<size_t> missing(const std::vector<size_t>& indices) const;
+  States arrived(const States& states) const;
   // Parameters that no gradient of this step has been sent of, and those frozen in so many steps in a row.
   States idle() const;
   States frozen_for(int64_t steps) const;
@@ -129,6 +133,7 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
   std::unordered_map<PyObject*, size_t> index_of_;  // by parameter and by view
   std::vector<Place> places_;
   std::vector<int64_t> addresses_;  // of the views
+  std::vector<bool> arrived_;       // as places_
 
   pybind11::object sink_owner_;  // a capsule; it keeps the engine
   GradientSink* sink_ = nullptr;

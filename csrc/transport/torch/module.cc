@@ -24,6 +24,7 @@
 #include "transport/torch/gradient_table.h"
 #include "transport/torch/owners.h"
 #include "transport/torch/tensor_lists.h"
+#include "transport/torch/update_marks.h"
 
 namespace gradcast {
 
@@ -151,6 +152,9 @@ void bind_gradient_table(py::module_& module) {
       .def("begin_step", &GradientTable::begin_step, py::arg("timed"),
            "`timed(index)`, if it is not None, is called for each gradient of the step before that is sent. A "
            "parameter of the step before that is not finished, or None.")
+      .def("note_arrived", &GradientTable::note_arrived, py::arg("indices"), "These have arrived in this step.")
+      .def("missing", &GradientTable::missing, py::arg("indices"), "Those that have not arrived in this step.")
+      .def("arrived", &GradientTable::arrived, py::arg("states"), "Those whose gradients have arrived in this step.")
       .def("idle", &GradientTable::idle, "Parameters that no gradient of this step has been sent of.")
       .def("frozen_for", &GradientTable::frozen_for, py::arg("steps"), "Parameters frozen in so many steps in a row.")
       .def(
@@ -228,6 +232,11 @@ PYBIND11_MODULE(_c10d, module) {
              "Whether somebody but the list holds a view that is not the .grad of its parameter.");
   module.def("entries_held", &gradcast::entries_held, py::arg("attributes"),
              "Ids of the keys of an optimizer's state whose entries somebody may read without asking the optimizer.");
+  module.def("random_position", &gradcast::random_position,
+             "Another value after each draw from the host's default generator of random numbers.");
+  module.def(
+      "operations_begun", &gradcast::operations_begun, py::arg("process_group"),
+      "The number of operations that this rank has begun in the group. None: a backend of it does not count them.");
   gradcast::bind_tensor_lists(module);
   py::class_<C10dTransport, gradcast::SharedTransport>(module, "Transport",
                                                        "Carries blocks of these flat buffers over a process group that "

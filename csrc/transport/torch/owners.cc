@@ -52,15 +52,20 @@ std::vector<int64_t> held_elsewhere(const py::list& tensors, std::optional<int64
   std::vector<int64_t> held;
   std::unordered_map<const c10::StorageImpl*, size_t> in_memory;
   const size_t count = tensors.size();
-  for (size_t i = 0; i < count; ++i)
-    ++in_memory[tensor_at(tensors, i).storage().unsafeGetStorageImpl()];
+  const auto in_same_memory = [&](const at::Tensor& tensor) {
+    if (in_memory.empty())
+      for (size_t i = 0; i < count; ++i)
+        ++in_memory[tensor_at(tensors, i).storage().unsafeGetStorageImpl()];
+    return in_memory[tensor.storage().unsafeGetStorageImpl()];
+  };
   for (size_t i = 0; i < count; ++i) {
     const at::Tensor& tensor = tensor_at(tensors, i);
     const bool is_accumulated = torch::autograd::impl::try_get_grad_accumulator(tensor) != nullptr;
     const size_t known = 1 + (are_gradients ? 1 : 0) + (is_accumulated ? 1 : 0);
     const bool by_python =
         python_references_known && python_references(tensors, i, tensor) > 1 + *python_references_known;
-    const bool by_memory = owners_of(tensor.storage()) > in_memory[tensor.storage().unsafeGetStorageImpl()];
+    const size_t owners = owners_of(tensor.storage());
+    const bool by_memory = owners > 1 && owners > in_same_memory(tensor);
     if (by_python || by_memory || tensor.use_count() > known) held.push_back(static_cast<int64_t>(i));
   }
   return held;

@@ -91,6 +91,14 @@ py::list arrive(const States& states) {
   return tensors_of(sent, true);
 }
 
+States due(const States& states) {
+  return those(states, [](const SharedState& state) { return state->phase == Phase::kUpdateDue; });
+}
+
+States to_zero(const States& states) {
+  return those(states, [](const SharedState& state) { return state->zero_after_update; });
+}
+
 States with_update(const States& states) {
   return those(states, [](const SharedState& state) { return !state->update_grad.is(Py_None); });
 }
@@ -136,6 +144,21 @@ void bind_parameter_states(py::module_& module) {
       .def_readwrite("forward_version", &ParameterState::forward_version)
       .def_readwrite("owned", &ParameterState::owned)
       .def("__repr__", [](const ParameterState& state) { return "<ParameterState " + state.name + ">"; });
+  py::class_<States>(module, "States", "A sequence of ParameterState.")
+      .def(py::init([](const py::list& given) {
+             States states;
+             for (const py::handle each : given)
+               states.push_back(each.cast<SharedState>());
+             return states;
+           }),
+           py::arg("states"))
+      .def("__len__", &States::size)
+      .def(
+          "__getitem__", [](const States& states, size_t position) { return states.at(position); }, py::arg("position"))
+      .def(
+          "__iter__", [](const States& states) { return py::make_iterator(states.begin(), states.end()); },
+          py::keep_alive<0, 1>());
+  py::implicitly_convertible<py::list, States>();
   module.def("enter", &enter, py::arg("states"), py::arg("phase"), py::arg("before"),
              "Changes the phase of each state. The first one of which it is none of `before`, where that ends.");
   module.def("indices_of", &indices_of, py::arg("states"));
@@ -145,8 +168,11 @@ void bind_parameter_states(py::module_& module) {
              "What may be pending for these states, perhaps without visible gradients. With Nones.");
   module.def("arrive", &arrive, py::arg("states"),
              "Those that have been sent have arrived. What is no longer pending, with Nones.");
+  module.def("due", &due, py::arg("states"), "Those whose updates are due.");
+  module.def("to_zero", &to_zero, py::arg("states"), "Those whose gradients are to be zeroed after the update.");
   module.def("with_update", &with_update, py::arg("states"), "Those with an update_grad.");
-  module.def("unusual", &unusual, py::arg("states"), "Those that this rank has not used, or of which a copy is pending.");
+  module.def("unusual", &unusual, py::arg("states"),
+             "Those that this rank has not used, or of which a copy is pending.");
   module.def("hold_visible", &hold_visible, py::arg("states"),
              "Whether the .grad of each parameter is its visible gradient.");
 }

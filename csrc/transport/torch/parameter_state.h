@@ -66,6 +66,7 @@ struct ParameterState {
 };
 
 using SharedState = std::shared_ptr<ParameterState>;
+// For Python a sequence of its own, which no call converts, since there are hundreds of parameters.
 using States = std::vector<SharedState>;
 
 template <typename Predicate>
@@ -90,9 +91,11 @@ pybind11::list tensors_of(const States& states, bool gradients);
 // update is pending, all of them stay so.
 pybind11::list arrive(const States& states);
 
-// Those that update_grad updates, and those that are unlike most when they have arrived: unused on this rank, or with a
-// pending copy.
+// Those whose updates are pending, whose gradients are to be zeroed after that, and that have an update_grad.
+States due(const States& states);
+States to_zero(const States& states);
 States with_update(const States& states);
+// Those that are unlike most when they have arrived: unused on this rank, or with a pending copy.
 States unusual(const States& states);
 
 // True if the .grad of each parameter is its visible gradient.
@@ -101,3 +104,5 @@ bool hold_visible(const States& states);
 void bind_parameter_states(pybind11::module_& module);
 
 }  // namespace gradcast
+
+PYBIND11_MAKE_OPAQUE(gradcast::States)

@@ -93,7 +93,7 @@ class TrainingState:
         if link is None:  # a warm-up's plan, or a pinned one
             return None
         timeline = _core.play(agreed.profile, link, agreed.in_force)
-        return PredictedStep(session.mode, timeline, link, leaving_share(hosts, exchange.form, exchange.wire))
+        return PredictedStep(session.mode, timeline, link, leaving_share(hosts, exchange.form, exchange.buffers.wire))
 
     def saved(self) -> dict[str, Any]:
         """``handle.state_dict()``, whose large parts are made again only when they have changed; with local steps in

@@ -198,7 +198,7 @@ def test_use_ends_a_run_of_frozen_steps(table):
         state.frozen_steps = 5
     table.native.states[1].locally_unused = object()
     table.backward(gradients())
-    assert table.native.frozen_for(5) == [table.native.states[1]]
+    assert list(table.native.frozen_for(5)) == [table.native.states[1]]
 
 
 def test_after_remove_gradients_are_those_of_autograd(table):

@@ -38,7 +38,7 @@ def late_device(delay_us=DELAY_US):
 
     def attach_there(*arguments, **options):
         handle = attach(*arguments, **options)
-        session_of(handle).exchange._on_device = True
+        session_of(handle).exchange.on_device = True
         return handle
 
     parts = SimpleNamespace(Transport=transport)

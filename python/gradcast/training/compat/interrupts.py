@@ -6,10 +6,9 @@ checkpoint does.
 
 import _signal
 import contextlib
-import operator
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _NUMBERS = range(1, _signal.NSIG)
@@ -18,9 +17,6 @@ _Caught = list[tuple[Callable[..., Any], int, Any]]
 
 class _State:
     caught: _Caught | None = None  # by the block that is open, if one is
-    # Of each signal when a block began last, and the signals whose handlers are functions of Python's:
-    handlers: Sequence[Any] = (None,) * len(_NUMBERS)
-    handled: Sequence[int] = ()
 
     @classmethod
     def forget(cls) -> None:
@@ -58,11 +54,11 @@ def after_this() -> Iterator[None]:
     changed: list[int] = []
     try:
         # `signal` does the same, and makes enumerations of what it returns, which takes most of the time.
-        for number in _handled():
-            handler = _signal.getsignal(number)
-            changed.append(number)
-            if not isinstance(handler, _Delayed):
-                _signal.signal(number, _Delayed(handler))
+        for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
+            if callable(handler):
+                changed.append(number)
+                if not isinstance(handler, _Delayed):
+                    _signal.signal(number, _Delayed(handler))
         _State.caught = []
         yield
     finally:
@@ -76,12 +72,3 @@ def after_this() -> Iterator[None]:
             with contextlib.ExitStack() as stack:  # all of them, also if one raises
                 for handler, *arguments in caught:
                     stack.callback(handler, *arguments)
-
-
-def _handled() -> Sequence[int]:
-    """The signals whose handlers are functions of Python's."""
-    handlers = list(map(_signal.getsignal, _NUMBERS))
-    if not all(map(operator.is_, handlers, _State.handlers)):
-        _State.handlers = handlers
-        _State.handled = [number for number, each in zip(_NUMBERS, handlers, strict=True) if callable(each)]
-    return _State.handled

@@ -81,7 +81,7 @@ class StepAlarms:
         hosts = self._group.hosts
         if hosts.count > 1:
             bits = 8 * sum(block.size_bytes for block in plan.blocks)
-            self.alarms.link_bits = bits * leaving_share(hosts, self._exchange.form, self._exchange.wire)
+            self.alarms.link_bits = bits * leaving_share(hosts, self._exchange.form, self._exchange.buffers.wire)
 
     def expected(self, waiting_stage: str) -> _Expected:
         """Returns the expectation of an iteration that follows the plan in force."""

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gradcast.training.compat import extension
+
 
 class Key(NamedTuple):
     """Properties that must be equal for a group to be used again. ``ranks``: global ones. The rest: see make_group."""
@@ -39,17 +41,8 @@ class OwnGroup:
     def state(self) -> tuple[str, int] | None:
         """Its name and how many operations this rank has begun. Equal on all ranks, where it is idle and nothing has
         failed: nothing is in flight in it. None: its backend does not count them."""
-        begun = operations_begun(self.process_group)
+        begun = extension.load().operations_begun(self.process_group)
         return None if begun is None else (self.process_group.group_name, begun)
-
-
-def operations_begun(process_group: Any) -> int | None:
-    """Returns the number of operations that this rank has begun in a group; None if its backend does not count them."""
-    backends = (process_group._get_backend(each) for each in process_group._device_types)
-    try:
-        return sum(int(each._get_sequence_number_for_group()) for each in backends)
-    except RuntimeError:
-        return None
 
 
 # In the order in which they were made.

@@ -75,7 +75,7 @@ class PlanReport(Report):
             "policy": plan.policy,
             "blocks": len(plan.blocks),
             "bytes": sum(block.size_bytes for block in plan.blocks),
-            "wire": exchange.wire,
+            "wire": exchange.buffers.wire,
             "wire_bytes": exchange.wire_bytes(plan),
             "gradient_buffer_bytes": exchange.buffers.size_bytes,
             "packed_bytes": max((block.size_bytes for block in plan.blocks if len(block.ranges) > 1), default=0),
@@ -90,7 +90,7 @@ class PlanReport(Report):
             "measured_ms": median_ms([record.end_ns - record.start_ns for record in records]),
             "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
             "update_calls": statistics.median_high(record.update_calls for record in records) if records else None,
-            "grad_norm": self._steps.grad_norm,
+            "grad_norm": self._steps.clipping.grad_norm,
             "clipping": clipping and clipping.stats(),
             "waits": self._steps.waits.stats(),
         }
@@ -135,7 +135,7 @@ class PlanCheckpoint(Checkpoint):
         if dropped is not None:
             _log.warning("what rounding has left of earlier gradients is dropped on rank %d: %s", group.rank, dropped)
         state = group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
-        here = MeasuredExchange(group.hosts, exchange.form, exchange.wire)
+        here = MeasuredExchange(group.hosts, exchange.form, exchange.buffers.wire)
         with self._cycle.lock:
             self._weights.go_on_from(state.get("mean_weight"))  # early states have none
         adapts = controller.proposer.may_correct

@@ -14,7 +14,7 @@
                                              state are pending.
  8. step/pending.py                          The next forward pass reads the parameter, which step_cycle.py finishes.
  9. step/gradient_exchange.py                It waits for the blocks with the gradient.
-10. step/partial_step.py                     The user's optimizer updates all parameters whose gradients have arrived.
+10. step/deferred_optimizer.py               The user's optimizer updates all parameters whose gradients have arrived.
 
 In hook mode the session waits for all gradients where backward ends, and ``step()`` is the optimizer's own.
 """
@@ -34,7 +34,6 @@ from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.loop import PlanLoop
 from gradcast.training.ranks.group import Group, backend_of
-from gradcast.training.ranks.group_pool import operations_begun
 from gradcast.training.ranks.registered_memory import registered_memory
 from gradcast.training.sessions.forward import ForwardPasses
 from gradcast.training.sessions.kinds import Setup, TrainingSession
@@ -103,7 +102,7 @@ class Session(TrainingSession):
             warn_once,
             by_value,
             setup.callbacks,
-            functools.partial(operations_begun, group.shared),
+            functools.partial(extension.load().operations_begun, group.shared),
         )
         self.controller = PlanLoop(exchange, message, accepted.module, group, trace, waits, self.mode, options, by_norm)
         guard = guard or FailureGuard()
@@ -185,7 +184,7 @@ class Session(TrainingSession):
     def leave_reduction_to_ddp(self, leave: bool) -> None:
         """``leave``: from now on DDP reduces the gradients itself. Otherwise gradcast does so again."""
         self.flush()
-        self.cycle.gradients.forget_unsynchronized()
+        self.cycle.gradients.used_unsynchronized.clear()
         self.cycle.ddp_reduces = leave
 
     def abandon(self) -> None:
@@ -205,7 +204,6 @@ class Session(TrainingSession):
             handle.remove()
         self._handles.clear()
         parameter_state.release(gradients.states)
-        gradients.states.clear()
         gradients.table.release()  # any reference of ours to a view would look like one of the program's
         try:
             self.exchange.buffers.move_out()  # needs memory

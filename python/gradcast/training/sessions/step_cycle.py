@@ -143,11 +143,11 @@ class StepCycle:
                 self.steps.stream.on_parameter_read()
                 with self.waits.at(self._cause(tensors[0])):
                     self.steps.complete_updates(due)
-            if self.steps.must_clip_first:
+            if self.steps.clipping.is_norm_missing and self.steps.due:
                 with self.waits.at(Cause.GRADIENTS_AFTER_STEP):
                     self.steps.complete_all_updates()
             if any(pending.is_pending(each) and self.steps.parameters_changing(each) is None for each in tensors):
-                self.gradients.refuse_inside_backward()
+                self.gradients.passes.refuse_inside()
                 with self.waits.at(Cause.GRADIENTS):
                     self.use_gradients()
 
@@ -277,7 +277,7 @@ class StepCycle:
         counted = contextlib.nullcontext() if used else self.waits.at(Cause.SECOND_BACKWARD, in_forward=True)
         with self.guard.reporting(), self.lock, counted, self.trace.timed("wait"):
             self.gradients.wait_for_all()
-            self.steps.clip_asked()
+            self.steps.clipping.clip_asked()
         if self.guard.has_failed:
             self.gradients.open = False
 
@@ -316,7 +316,7 @@ class StepCycle:
         """The program uses gradients between backward and ``step()``."""
         self._await_gradients(self.trace.now())
         self.gradients.values_used = True
-        self.steps.clip_asked()
+        self.steps.clipping.clip_asked()
 
     def _await_gradients(self, start_ns: int) -> None:
         """Waits after backward. This never counts as compute, whether gradcast or the program needs the gradients."""

@@ -35,7 +35,7 @@ class WarmupReads:
     @contextlib.contextmanager
     def around_step(self, number: int) -> Iterator[None]:
         """Put this around a synchronous step of this optimizer."""
-        reason, held = self._steps.reason_to_wait(number), self._steps.held(number)
+        reason, held = self._steps.reason_to_wait(number), self._steps.optimizers[number].held()
         before_ns = self._trace.waited_ns
         yield
         self._waits.step_waited(self._trace.waited_ns - before_ns)

@@ -11,7 +11,7 @@ import torch
 
 from gradcast.training.compat import extension
 from gradcast.training.step import parameter_state
-from gradcast.training.step.gradient_buffers import GradientBuffers
+from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.parameter_state import LocallyUnused, ParameterState
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.step_message import StepMessage
@@ -30,12 +30,12 @@ class ArrivedGradients:
     def __init__(
         self,
         table: Any,
-        buffers: GradientBuffers,
+        exchange: GradientExchange,
         message: StepMessage,
         weights: StepWeights,
         consistency: RankConsistency,
     ) -> None:
-        self._table, self._buffers, self._message = table, buffers, message
+        self._table, self._exchange, self._message = table, exchange, message
         self._weights, self._consistency = weights, consistency
 
     @property
@@ -43,7 +43,21 @@ class ArrivedGradients:
         """Ids of parameters that have been frozen on all ranks for many steps in a row."""
         return {id(each.parameter) for each in self._table.frozen_for(_LONG_FROZEN_STEPS)}
 
-    def settle(self, states: list[ParameterState]) -> None:
+    def wait_for(self, states: Sequence[ParameterState]) -> None:
+        """Waits until these gradients have arrived, and notes all that have. REQUIRES: all have been sent."""
+        self.note()
+        # The message tells whether the ranks' gradients belong together.
+        missing = self._table.missing([self._message.index, *extension.load().indices_of(states)])
+        if missing:
+            self._table.note_arrived(self._exchange.wait(missing))
+            self.note()
+        self._weights.receive()
+
+    def note(self) -> None:
+        """Notes the gradients that have arrived by now."""
+        self._table.note_arrived(self._exchange.newly_arrived())
+
+    def settle(self, states: Sequence[ParameterState]) -> None:
         """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
         gradients and the step message have arrived."""
         self._consistency.on_arrival()
@@ -69,7 +83,7 @@ class ArrivedGradients:
         """Copies the sum into a ``.grad`` that lies apart from the buffer. REQUIRES: this gradient has arrived."""
         if state.copy_due:
             state.copy_due = False
-            _copy(self._buffers.views[state.index], into=state.visible_grad)
+            _copy(self._exchange.buffers.views[state.index], into=state.visible_grad)
 
     def _restore(self, state: ParameterState, locally_unused: LocallyUnused) -> None:
         """No rank has used the parameter: its ``.grad`` is the one of before the step."""
@@ -82,7 +96,7 @@ class ArrivedGradients:
 
     def drop_released(self, states: Sequence[ParameterState]) -> None:
         """Drops gradients that lie apart from the buffer once the program has released them, with zero_grad()."""
-        apart = self._buffers.apart
+        apart = self._exchange.buffers.apart
         for state in [state for state in states if state.index in apart] if apart else ():
             if state.parameter.grad is not state.visible_grad:
                 state.update_grad = None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradcast.errors import refused
 from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import pending
 
@@ -88,14 +89,20 @@ class BackwardPasses:
         """The pass that makes the open gradients has ended."""
         self._opening_thread = None
 
-    @property
-    def is_opening(self) -> bool:
-        """Whether this is called inside the pass that makes the open gradients."""
-        return current() != NO_TASK and self.running == self.opened
+    def refuse_inside(self) -> None:
+        """Raises if the pass that makes the open gradients calls this, since it would use them too early."""
+        if current() != NO_TASK and self.running == self.opened:
+            raise refused(
+                "a gradient is used inside backward, before those of all parameters exist; use it after backward"
+            )
 
-    def is_opening_elsewhere(self) -> bool:
-        """Whether another thread is in the pass that makes the open gradients, as far as this thread can know."""
-        return self._opening_thread is not None and self._opening_thread != threading.get_ident()
+    def refuse_elsewhere(self) -> None:
+        """Raises if another thread is in the pass that makes the open gradients, as far as this thread can know."""
+        if self._opening_thread is not None and self._opening_thread != threading.get_ident():
+            raise refused(
+                "a gradient is used while another thread is in backward, before those of all parameters exist; use it "
+                "after backward"
+            )
 
 
 def current() -> int:

@@ -23,7 +23,7 @@ class EarlyClipping:
         self, options: Options, steps: OptimizerSteps, lock: threading.RLock, use_gradients: Callable[[], None]
     ) -> None:
         self._options, self._steps, self._gradients = options, steps, steps.gradients
-        self._states, self._clipping = self._gradients.states, self._gradients.clipping or steps.values
+        self._states, self._clipping = self._gradients.states, self._gradients.clipping or steps.clipping.values
         self._lock, self._use_gradients = lock, use_gradients
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:
@@ -71,5 +71,5 @@ class EarlyClipping:
         with self._lock, self._steps.waits.at(Cause.NORM):
             self._steps.complete_all_updates()
             if isinstance(self._clipping, NormClipping) and self._clipping.is_promised:
-                self._gradients.refuse_inside_backward()
+                self._gradients.passes.refuse_inside()
                 self._use_gradients()

@@ -50,7 +50,7 @@ class GradientSizes:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], wire: str = "fp32") -> None:
         self.names, self.parameters = list(names), list(parameters)
-        self._wire = wire
+        self.wire = wire
         self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
         self.buffer_of = [self.dtypes.index(parameter.dtype) for parameter in parameters]
 
@@ -63,7 +63,7 @@ class GradientSizes:
         return not self.names[index].startswith(PASSENGER_PREFIX)
 
     def has_groups(self, index: int) -> bool:
-        return self._wire == "int8" and self.parameters[index].dtype == torch.float32
+        return self.wire == "int8" and self.parameters[index].dtype == torch.float32
 
     def elements_of(self, index: int) -> int:
         """Elements of the gradient and its padding. No plan has an empty tensor."""

@@ -29,13 +29,13 @@ _WAIT_SLICE_NS = 100_000_000
 class GradientExchange:
     """``buffers``: what travels. ``profile``, ``plan``: in force. ``order``: of the buffers: tensor k of the profile is
     the gradient of parameter ``order[k]``. ``places``: by parameter, the index of its tensor, its buffer, and the bytes
-    there that are written with its gradient. ``table``: a GradientTable that hands gradients over, if there is one."""
+    there that are written with its gradient. ``on_device``: the host would wait for the values of what has arrived.
+    ``table``: a GradientTable that hands gradients over, if there is one."""
 
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options, table: Any = None) -> None:
         self.buffers, self._table = buffers, table
-        self._on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
-        self.wire = options.wire
-        self.form = exchange_form(group.hosts, options.wire, on_device=self._on_device)
+        self.on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
+        self.form = exchange_form(group.hosts, options.wire, on_device=self.on_device)
         host_of = group.hosts.host_of if self.form == TWO_LEVEL else ()
         self._transport = extension.load().Transport(group.own, buffers.flats, options.wire, host_of)
         self._set_groups()
@@ -67,7 +67,7 @@ class GradientExchange:
         self.wait_until_idle()
         before = list(self.buffers.flats)
         self.buffers.lay_out(order)
-        if self._on_device:
+        if self.on_device:
             self._transport.forget_ranges()
         for buffer, (old, new) in enumerate(zip(before, self.buffers.flats, strict=True)):
             if new is not old:
@@ -105,7 +105,7 @@ class GradientExchange:
     def wait_for_turn(self) -> bool:
         """Waits until the next iteration may begin; as ``wait_until_idle``, but on a device blocks may be in its queue
         afterwards. Whatever the current stream is given from now on runs behind them."""
-        if not self._on_device:
+        if not self.on_device:
             return self.wait_until_idle()
         if not self._has_begun:
             return False
@@ -129,7 +129,7 @@ class GradientExchange:
     def ready(self, index: int) -> None:
         """The gradient of this parameter is in its view."""
         place = self.places[index]
-        if self._on_device:
+        if self.on_device:
             self._transport.on_written(*place[1:])
         try:
             self._engine.on_ready(place[0])
@@ -142,8 +142,8 @@ class GradientExchange:
         Returns them; on a device with those that share a block with them. Raises what has failed on the network.
         """
         tensors = [self.places[index][0] for index in indices]
-        self._wait(lambda: self._engine.wait(tensors, _WAIT_SLICE_NS, queued=self._on_device))
-        if not self._on_device:
+        self._wait(lambda: self._engine.wait(tensors, _WAIT_SLICE_NS, queued=self.on_device))
+        if not self.on_device:
             return indices
         usable = self._parameters_of({*tensors, *self._engine.queued_no_later_than(tensors)})
         self._transport.order_behind([self.places[index][1:] for index in usable])
@@ -151,8 +151,8 @@ class GradientExchange:
 
     def wait_all(self) -> None:
         """``wait`` for all gradients of the iteration."""
-        self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS, queued=self._on_device))
-        if self._on_device:
+        self._wait(lambda: self._engine.wait_all(_WAIT_SLICE_NS, queued=self.on_device))
+        if self.on_device:
             self._transport.order_behind([(buffer, 0, flat.nbytes) for buffer, flat in enumerate(self.buffers.flats)])
 
     def wait_until_idle(self) -> bool:
@@ -172,13 +172,8 @@ class GradientExchange:
 
     def wire_bytes(self, plan: _core.Plan) -> int:
         """Bytes of the plan's blocks in the wire format."""
-        shares = [WIRE_SHARES[self.wire] if dtype == torch.float32 else 1.0 for dtype in self.buffers.dtypes]
+        shares = [WIRE_SHARES[self.buffers.wire] if dtype == torch.float32 else 1.0 for dtype in self.buffers.dtypes]
         return sum(round(block.size_bytes * shares[block.buffer]) for block in plan.blocks)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the host would wait for the values of what has arrived."""
-        return self._on_device
 
     @property
     def busy(self) -> bool:

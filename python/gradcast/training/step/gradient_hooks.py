@@ -13,6 +13,7 @@ Thread safety: hooks run on autograd's threads, one backward pass at a time; eve
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,11 +60,12 @@ class GradientHooks:
     """The gradients of a session, with its ``table`` (a GradientTable), ``exchange``, ``weights`` and ``clipping``.
 
     ``open``: gradients of a step exist that no optimizer has taken yet. ``values_used``: the program has read them.
+    ``used_unsynchronized``: parameters that backward passes inside no_sync() have used.
     """
 
     def __init__(
         self,
-        states: list[ParameterState],
+        states: Sequence[ParameterState],
         table: Any,
         exchange: GradientExchange,
         message: StepMessage,
@@ -79,10 +81,10 @@ class GradientHooks:
         self.passes = BackwardPasses()
         self._checked_task = NO_TASK  # the last one before which accumulated gradients were checked
         self._hooked_by_program: list[ParameterState] = []
-        self._used_unsynchronized: set[int] = set()  # parameters used by backward passes inside no_sync()
+        self.used_unsynchronized: set[int] = set()
         self.open = False
         self.values_used = False
-        self.arrived = ArrivedGradients(table, exchange.buffers, message, weights, consistency)
+        self.arrived = ArrivedGradients(table, exchange, message, weights, consistency)
 
     def install(self, listener: Any) -> list[Any]:
         """Hooks every parameter. Returns the handles that remove the hooks. ``listener``: the session's StepCycle."""
@@ -107,7 +109,7 @@ class GradientHooks:
             state.forward_version = None if state.is_update_due else state.parameter._version
         self.passes.watch_output(module, output, WeakHook(self._on_backward_start, forward))
 
-    def are_in_place(self, states: list[ParameterState]) -> bool:
+    def are_in_place(self, states: Sequence[ParameterState]) -> bool:
         """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
         apart = self.exchange.buffers.apart
         native = extension.load()
@@ -117,22 +119,11 @@ class GradientHooks:
             None if not apart else [e.index for e in states if e.index not in apart]
         )
 
-    def refuse_inside_backward(self) -> None:
-        """Raises if the backward pass that makes the open gradients calls this, since it would use them too early."""
-        if self.passes.is_opening:
-            raise refused(
-                "a gradient is used inside backward, before those of all parameters exist; use it after backward"
-            )
-
     def wait_for_all(self) -> None:
         """Waits until all gradients of this step have arrived, after sending those that backward has not made."""
         if not self.all_sent:
-            self.refuse_inside_backward()
-            if self.passes.is_opening_elsewhere():
-                raise refused(
-                    "a gradient is used while another thread is in backward, before those of all parameters exist; use "
-                    "it after backward"
-                )
+            self.passes.refuse_inside()
+            self.passes.refuse_elsewhere()
             # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
             failed = bool(self.table.idle())
             if failed:
@@ -151,9 +142,6 @@ class GradientHooks:
         """False after a backward pass that has failed."""
         others_sent = self.message.is_written and (self._module_buffers is None or self._module_buffers.is_written)
         return others_sent and self.table.sent_count == len(self.states)
-
-    def forget_unsynchronized(self) -> None:
-        self._used_unsynchronized.clear()
 
     def _on_backward_start(self, forward: ForwardPass, _: torch.Tensor) -> None:
         listener, passes = self.listener, self.passes
@@ -181,8 +169,9 @@ class GradientHooks:
         if state.forward_version is not None and state.parameter._version != state.forward_version:
             raise used_inside_backward(state)
         if not self.listener.reduces(self.passes.forward):
-            self._refuse_travelling(state)
-            self._used_unsynchronized.add(state.index)
+            if self.open:
+                _refuse_second(state)
+            self.used_unsynchronized.add(state.index)
             return
         if state.parameter.grad is None:
             if state.parameter._post_accumulate_grad_hooks:
@@ -197,7 +186,7 @@ class GradientHooks:
 
     def _begin_step(self, first: ParameterState) -> None:
         if self.open:
-            self._refuse_travelling(first)
+            _refuse_second(first)
             self.listener.wait_for_gradients()
         if self.passes.running == NO_TASK:
             self._await_end(current())
@@ -268,13 +257,6 @@ class GradientHooks:
         kept = extension.load().held_elsewhere([state.parameter.grad for state in found], 0, True) if found else []
         self.exchange.buffers.keep_apart(found[position].index for position in kept)
 
-    def _refuse_travelling(self, state: ParameterState) -> None:
-        """Raises if autograd has just added to a gradient that travels."""
-        if not self.open or state.visible_grad is None:
-            return
-        if pending.is_pending(state.visible_grad) and state.parameter.grad is state.visible_grad:
-            raise second_gradient(state)
-
     def _place(self, state: ParameterState) -> None:
         """Writes the gradient into its view, divided by the number of workers as DDP does it, or weighted; sends it."""
         gradient, index = state.parameter.grad, state.index
@@ -301,7 +283,7 @@ class GradientHooks:
         """Sends a substitute for each gradient that backward has not made. ``failed``: the pass has failed."""
         self._clear_unsent()
         for state in self.table.idle():
-            if failed or state.index not in self._used_unsynchronized:
+            if failed or state.index not in self.used_unsynchronized:
                 self._note_unused(state, failed)
             if state.parameter.grad is None and state.index in self.exchange.buffers.apart:
                 state.parameter.grad = torch.zeros_like(state.parameter, requires_grad=False)
@@ -311,15 +293,11 @@ class GradientHooks:
             if state.locally_unused is not None:  # the parameter may turn out to have no gradient
                 pending.mark([state.parameter], self.listener, gradients_known=False)
         if not self.message.is_written:
-            self._send_message()
+            self.message.write(dict(self.table.take_norms()))  # of all gradients, which have been sent
+            self._send_tensor(self.message.index, self.listener, used=True)
         if self._module_buffers is not None and self._module_buffers.on_backward_end():
             self._send_tensor(self._module_buffers.index, self.listener, used=True)
-        self._used_unsynchronized.clear()
-
-    def _send_message(self) -> None:
-        """REQUIRES: all gradients have been sent."""
-        self.message.write(dict(self.table.take_norms()))
-        self._send_tensor(self.message.index, self.listener, used=True)
+        self.used_unsynchronized.clear()
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:
         gradient, view = state.parameter.grad, self.exchange.buffers.views[state.index]
@@ -351,3 +329,10 @@ class GradientHooks:
             return
         passes.end()
         self.listener.on_backward_end()
+
+
+def _refuse_second(state: ParameterState) -> None:
+    """Raises if autograd has just added to a gradient that is being sent."""
+    gradient = state.visible_grad
+    if gradient is not None and pending.is_pending(gradient) and state.parameter.grad is gradient:
+        raise second_gradient(state)

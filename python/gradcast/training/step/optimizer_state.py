@@ -1,4 +1,4 @@
-"""The optimizer's state while updates are due: any access waits for them first.
+"""The optimizer's state while updates are pending: any access waits for them first.
 
 A tensor of the state to which the program has kept a reference is as pending as its parameter. Everything else is
 reached through ``optimizer.state``, which is guarded itself; an update may also replace numbers, add tensors, and
@@ -10,7 +10,7 @@ Thread safety: under the session's lock, which an access takes.
 
 import collections
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ Lock = Callable[[], contextlib.AbstractContextManager]
 
 
 class _OpenState(collections.defaultdict):
-    """What a GuardedState is while its optimizer runs, which waits for nothing."""
+    """The class of a GuardedState while its optimizer runs, which waits for nothing."""
 
 
 class GuardedState(_OpenState):
@@ -66,31 +66,34 @@ for _name in (
 
 
 class OptimizerStateGuard:
-    """Guards the state of one optimizer. ``complete_updates`` runs every update that is due. ``lock`` returns the
+    """Guards the state of one optimizer. ``complete_updates`` runs every pending update. ``lock`` returns the
     session's, which a forked child replaces."""
 
     def __init__(self, optimizer: Optimizer, complete_updates: Callable[[], None], lock: Lock) -> None:
         self._optimizer, self._complete_updates, self._lock = optimizer, complete_updates, lock
         self._is_updating = False
-        self._guarded: GuardedState | None = None  # the state of the step whose updates are due
+        self._guarded: GuardedState | None = None  # the state of the step whose updates are pending
         self._entries: dict[int, tuple[ParameterState, list[torch.Tensor]]] = {}  # by index: its pending tensors
         self._pending_ids: set[int] = set()  # of these tensors, and of some that are pending no more
         self._are_shared = False  # whether some tensor is in several entries
 
     @property
     def is_held(self) -> bool:
-        """Whether the program holds the dict ``optimizer.state`` itself, in which it would miss what updates add."""
+        """True if the program holds the dict ``optimizer.state`` itself, in which it would miss entries of updates."""
         return type(self._optimizer.state) is not GuardedState and reference_counts.is_kept(self._optimizer, "state")
 
     def guard(self, states: Sequence[ParameterState], owner: pending.Owner) -> None:
-        """The updates of these parameters are due from now on."""
+        """The updates of these parameters are pending from now on."""
         if type(self._optimizer.state) is not GuardedState:  # also after load_state_dict(), which makes another dict
             self._optimizer.state = GuardedState(self._optimizer.state, self._before_access)
         self._guarded = None  # a reference of ours would look like one of the program's
         held = extension.load().entries_held(vars(self._optimizer))
-        for state in states if held is None else [state for state in states if id(state.parameter) in held]:
-            entry = dict.get(self._optimizer.state, state.parameter)
-            self._entries[state.index] = state, _tensors_in(entry) if entry else []
+        if held is None:  # the optimizer keeps its state elsewhere
+            held = {id(state.parameter) for state in states}
+        for state in states if held else ():
+            if id(state.parameter) in held:
+                entry = dict.get(self._optimizer.state, state.parameter)
+                self._entries[state.index] = state, _tensors_in(entry) if entry else []
         tensors = self._tensors()
         self._guarded = self._optimizer.state
         self._pending_ids = set(map(id, tensors))
@@ -119,23 +122,24 @@ class OptimizerStateGuard:
         found = [state for state, tensors in self._entries.values() if any(each is tensor for each in tensors)]
         return ([] if self._is_updating else found) if found else None
 
-    def update(self, action: Callable[[], None], *, hidden: bool = False) -> None:
-        """Runs the optimizer's own step, which waits for nothing. ``hidden``: other threads wait for its end."""
+    @contextlib.contextmanager
+    def open(self, *, hidden: bool = False) -> Iterator[None]:
+        """Around the optimizer's own step, which waits for nothing. ``hidden``: other threads wait for its end."""
         self._is_updating = True
         if not hidden:
             cast(Any, self._guarded).__class__ = _OpenState  # asks nobody
         try:
-            action()
+            yield
         finally:
             self._is_updating = False
             self._guarded.__class__ = GuardedState
 
     def end_step(self) -> None:
-        """No update is due any more."""
+        """No update is pending any more."""
         self._guarded = None  # the program may have replaced it
 
     def release(self) -> None:
-        """Gives the optimizer an ordinary state again, whatever is still due."""
+        """Gives the optimizer an ordinary state again, whatever is still pending."""
         self.end_step()
         pending.clear(self._tensors())
         self._entries.clear()

@@ -80,19 +80,19 @@ def begin_step(table: Any, timed: Callable[[int], None] | None) -> None:
     _check(table.begin_step(timed))
 
 
-def arrive(states: list[ParameterState]) -> None:
+def arrive(states: Sequence[ParameterState]) -> None:
     """The gradients have arrived and are in place. While an update is due, everything stays pending for that."""
     pending.clear(extension.load().arrive(states))
 
 
-def defer_update(states: list[ParameterState], owner: pending.Owner) -> None:
+def defer_update(states: Sequence[ParameterState], owner: pending.Owner) -> None:
     """``step()`` was called, and the updates run later."""
     phase = extension.load().Phase
     _enter(phase.UPDATE_DUE, states, phase.SENT, phase.ARRIVED)
     pending.mark(extension.load().tensors_of(states, gradients=True), owner)
 
 
-def start_update(states: list[ParameterState], *, hidden: bool = False) -> None:
+def start_update(states: Sequence[ParameterState], *, hidden: bool = False) -> None:
     """The updates run now; the optimizer finds ordinary tensors. REQUIRES: the gradients have arrived.
 
     ``hidden``: instead everything stays pending for other threads, ``.grad`` of a parameter included, until
@@ -106,25 +106,25 @@ def start_update(states: list[ParameterState], *, hidden: bool = False) -> None:
         _clear(states)
 
 
-def end_hidden_update(states: list[ParameterState]) -> None:
+def end_hidden_update(states: Sequence[ParameterState]) -> None:
     _clear(states)
 
 
-def fail_update(states: list[ParameterState], owner: pending.Owner) -> None:
+def fail_update(states: Sequence[ParameterState], owner: pending.Owner) -> None:
     """The update has failed, perhaps half-way. ``owner`` raises for every later use of the parameters."""
     phase = extension.load().Phase
     _enter(phase.UPDATE_DUE, states, phase.ARRIVED)
     pending.mark(extension.load().tensors_of(states, gradients=False), owner)
 
 
-def release(states: list[ParameterState]) -> None:
+def release(states: Sequence[ParameterState]) -> None:
     """Nothing waits any more, whatever the phase."""
     _clear(states)
     phase = extension.load().Phase
     _enter(phase.IDLE, states, *phase.__members__.values())
 
 
-def _enter(phase: Any, states: list[ParameterState], *before: Any) -> None:
+def _enter(phase: Any, states: Sequence[ParameterState], *before: Any) -> None:
     _check(extension.load().enter(states, phase, before))
 
 
@@ -133,7 +133,7 @@ def _check(wrong: ParameterState | None) -> None:
         raise Error(f"{wrong.name} is {wrong.phase.name} where that cannot be: a defect of gradcast", "internal")
 
 
-def _clear(states: list[ParameterState]) -> None:
+def _clear(states: Sequence[ParameterState]) -> None:
     pending.clear(extension.load().tensors_of(states, gradients=True))
 
 

@@ -8,14 +8,15 @@ one parameter alone, which then gets its former value back.
 Thread safety: under the session's lock.
 """
 
-import contextlib
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from gradcast.errors import refused
+from gradcast.training.compat import extension
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.partial_step import PartialStep
 
@@ -30,42 +31,49 @@ _OF_UPDATE, _OF_VALUE = 1e-3, 4
 
 
 class PartComparison:
-    """The comparisons of one optimizer's steps. ``tell``: gets what is to be said once."""
+    """The comparisons of one optimizer's steps. ``states``: its parameters. ``tell``: logs a message once."""
 
-    def __init__(self, tell: Callable[..., None]) -> None:
+    def __init__(self, states: Sequence[ParameterState], tell: Callable[..., None]) -> None:
         self._tell = tell
+        self._on_device = any(state.parameter.is_cuda for state in states)
         self._steps, self._last, self._count = 0, 0, 0
         self._norms: dict[int, float] = {}  # by parameter: of its gradient, when that was looked at last
         self._watched: int | None = None  # the parameter whose gradient is looked at, while it is known in time
         self._is_possible, self._draws = True, False
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around the update of a part. Another thread of the program may be what has drawn random numbers."""
-        before = [each.get_state() for each in _generators()]
-        yield
-        after = (each.get_state() for each in _generators())
-        self._draws = self._draws or not all(map(torch.equal, before, after))
+    def run_watched(self, run: Callable[[], None]) -> None:
+        """Runs the update of a part. Another thread of the program may be what has drawn random numbers."""
+        before = self._random_positions()
+        run()
+        self._draws = self._draws or self._random_positions() != before
+
+    def _random_positions(self) -> list[Any]:
+        """Those of the generators that optimizers draw from by default. The host knows that of a device's."""
+        positions = [extension.load().random_position()]
+        if self._on_device:
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            positions.append(generator.get_state().tolist())
+        return positions
 
     def is_due(self, arrived: Sequence[ParameterState]) -> bool:
-        """Whether the step that begins shall be compared. Call it once per step. ``arrived``: parameters whose
+        """Returns whether the step that begins shall be compared. Call it once per step. ``arrived``: parameters whose
         gradients are known; on a device none, so that the host need not wait."""
         self._steps += 1
         is_odd = (self._is_outlier(arrived) or self._draws) and self._steps - self._last >= _STEPS_BETWEEN
         return self._is_possible and (self._steps == _FIRST or self._steps % _EVERY == 0 or is_odd)
 
     def _is_outlier(self, arrived: Sequence[ParameterState]) -> bool:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # gradients are pending
-            watched = next((state for state in arrived if state.index == self._watched), None)
-            if watched is None or watched.update_grad is None:
-                known = [state for state in arrived if state.update_grad is not None and state.update_grad.numel() > 0]
-                if not known:
+        with torch._C.DisableTorchFunctionSubclass():  # gradients are pending
+            known = extension.load().with_update(arrived)
+            indices = extension.load().indices_of(known)
+            if self._watched not in indices:
+                with_values = [state for state in known if state.update_grad.numel() > 0]
+                if not with_values:
                     return False
-                watched = min(known, key=lambda state: state.update_grad.numel())
-                self._watched = watched.index
-            norm = torch.linalg.vector_norm(watched.update_grad).item()
-        before = self._norms.setdefault(watched.index, norm)
-        self._norms[watched.index] = norm
+                self._watched = min(with_values, key=lambda state: state.update_grad.numel()).index
+            norm = torch.linalg.vector_norm(known[indices.index(self._watched)].update_grad).item()
+        before = self._norms.setdefault(self._watched, norm)
+        self._norms[self._watched] = norm
         return not before / _OUTLIER <= norm <= before * _OUTLIER
 
     def run(self, partial: PartialStep, parameters: Sequence[nn.Parameter], run_all: Callable[[], None]) -> None:
@@ -103,15 +111,8 @@ class PartComparison:
         return small[self._count % len(small)]
 
 
-def _generators() -> tuple[torch.Generator, ...]:
-    """Those that optimizers draw from by default. The host knows the state of a device's."""
-    if not torch.cuda.is_initialized():
-        return (torch.default_generator,)
-    return torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
-
-
 def _is_same(together: torch.Tensor, alone: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether the two values differ by rounding at most."""
+    """Returns whether the two values differ by rounding at most."""
     if torch.equal(together, alone):
         return True
     if not torch.equal(together.isnan(), alone.isnan()):

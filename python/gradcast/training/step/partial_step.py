@@ -15,7 +15,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _len_torch_disp
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
-from gradcast.training.step.step_settings import CONTAINERS, StepSettings, cloned
+from gradcast.training.step.step_settings import CONTAINERS, StepSettings
 
 _NOTHING = object()
+_PARTS_KEPT = 64  # of those that recur from step to step
 _REASON = "gradcast runs this step itself; leave optimizer.step() out of a function with fullgraph=True"
 
 
@@ -41,14 +42,23 @@ class Places:
         self._in_order = [parameter for group in groups for parameter in group["params"]]
         self._ends = list(itertools.accumulate(len(group["params"]) for group in groups))  # of each group
         self.index = {id(parameter): position for position, parameter in enumerate(self._in_order)}
+        self._found: dict[tuple[int, ...], dict[int, list[torch.Tensor]]] = {}  # by ids, what by_group has returned
 
     def are_those_of(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether the groups have not changed since."""
+        """Returns whether the groups have not changed since."""
         return extension.load().contain([group["params"] for group in groups], self._in_order)
 
     def by_group(self, parameters: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        """These parameters in the optimizer's order, by group. Leaves out those of other optimizers."""
-        positions = sorted(place for place in map(self.index.get, map(id, parameters)) if place is not None)
+        """These parameters in the optimizer's order, by group. Omits those of other optimizers."""
+        ids = tuple(map(id, parameters))
+        if ids not in self._found:
+            if len(self._found) >= _PARTS_KEPT:
+                self._found.clear()
+            self._found[ids] = self._by_group(ids)
+        return self._found[ids]
+
+    def _by_group(self, ids: Iterable[int]) -> dict[int, list[torch.Tensor]]:
+        positions = sorted(place for place in map(self.index.get, ids) if place is not None)
         found: dict[int, list[torch.Tensor]] = {}
         start = 0
         for group, end in enumerate(self._ends):
@@ -93,7 +103,7 @@ class PartialStep:
         for each in settings:
             each.before_part()
         for index in turn:
-            self._after[index] = {**cloned(self._scalars[index].values), "params": members.get(index, [])}
+            self._after[index] = self._scalars[index].for_part() | {"params": list(members.get(index, ()))}
         values = {**self._attributes.values, "state": self._state}
         values |= _no_hooks(values, before=not self._begun, after=last)
         self._begun = True
@@ -151,24 +161,20 @@ class PartialStep:
         if elsewhere:
             target = object.__new__(type(self._optimizer))
             attributes = {key: _rebound(value, self._optimizer, target) for key, value in attributes.items()}
-        whole, live = self._optimizer.param_groups, dict(vars(target))
-        differing = {key: value for key, value in attributes.items() if live.get(key, _NOTHING) is not value}
-        vars(target).update(differing)
-        given, changed = dict(vars(target)), {}
+        whole, own = self._optimizer.param_groups, vars(target)
+        live = dict(own)
+        own.update(attributes)
+        given = dict(own)
         target.param_groups = groups
         try:
-            with default_context():
-                self._step(target)
+            self._step(target)
         finally:
-            for key, value in vars(target).items():
-                if key != "param_groups" and given.get(key, _NOTHING) is not value:
-                    changed[key] = value
+            changed = {key: value for key, value in own.items() if given.get(key, _NOTHING) is not value}
+            changed.pop("param_groups", None)
             target.param_groups = whole  # also of a stand-in: a property may set those of an optimizer that both share
-            for key in {*differing, *changed}:
-                if key in live:
-                    vars(target)[key] = live[key]
-                else:
-                    del vars(target)[key]
+            for key in own.keys() - live.keys():
+                del own[key]
+            own.update(live)
         return changed
 
     def _order_state(self) -> None:
@@ -210,12 +216,13 @@ def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, A
             live[key] = value
 
 
-@contextlib.contextmanager
-def default_context():
+def default_context() -> contextlib.AbstractContextManager[None]:
     """Undoes the modes that a forward pass may have entered, so that an update runs as in the user's call of step()."""
-    if _is_default_context():
-        yield
-        return
+    return contextlib.nullcontext() if _is_default_context() else _without_modes()
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(temporarily_clear_interpreter_stack())  # torch.func.grad, jvp, vmap, ...
         stack.enter_context(torch.inference_mode(False))
@@ -229,7 +236,7 @@ def default_context():
 
 
 def _is_default_context() -> bool:
-    """Whether default_context() would change nothing, which is usual, and costs a tenth to find out."""
+    """Returns whether default_context() would change nothing, which is usual; asking costs a tenth of changing."""
     return (
         torch.is_grad_enabled()
         and torch._C._is_fwd_grad_enabled()
@@ -306,7 +313,7 @@ class StepInterception:
 
     @property
     def replaced(self) -> bool:
-        """Whether other code has replaced our function by one that need not call it."""
+        """True if other code has replaced our function by one that need not call it."""
         return self._optimizer.__dict__.get("step") is not self._method
 
     def run_whole(self) -> None:
@@ -340,7 +347,7 @@ def intercepted(optimizers: Sequence[Optimizer], on_step: Callable[[int], None])
 
 
 def is_called_by_scaler() -> bool:
-    """Whether a GradScaler has called ``step()`` of the optimizer, to which this call belongs."""
+    """Returns whether a GradScaler has called the ``step()`` of an optimizer to which this call belongs."""
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):

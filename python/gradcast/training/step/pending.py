@@ -65,7 +65,7 @@ class Owner(Protocol):
         """Finishes these pending tensors and calls ``clear`` for them, or raises."""
 
     def zero_later(self, tensor: torch.Tensor) -> bool:
-        """Whether the owner zeroes this pending tensor itself, once its values are no longer needed."""
+        """Returns whether the owner zeroes this pending tensor itself, once its values are no longer needed."""
         return False
 
     def gradient_read(self, tensor: torch.Tensor, *, zeroing: bool) -> None:
@@ -130,14 +130,14 @@ def _native() -> Any:
 
 def mark(tensors: Sequence[torch.Tensor | None], owner: Owner, *, gradients_known: bool = True) -> int:
     """From now on any use of these tensors waits for ``owner``, except of those that are pending already. Returns how
-    many were not. ``gradients_known``: otherwise ``owner`` hears of reads of their ``.grad``."""
+    many were not. ``gradients_known``: otherwise reads of their ``.grad`` are reported to ``owner``."""
     if not gradients_known:
         ask_for_gradients(tensors)
     return _native().mark_pending(_Pending, tensors, functools.partial(_pending_class, owner))
 
 
 def ask_for_gradients(tensors: Sequence[torch.Tensor | None]) -> None:
-    """The owner of these pending tensors hears of reads of their ``.grad`` until ``clear``."""
+    """Reads of the ``.grad`` of these pending tensors are reported to their owner until ``clear``."""
     _without_known_gradient.update(map(id, tensors))
 
 

@@ -3,7 +3,7 @@
 Updates run later, and the program may have changed settings by then, also inside of lists and dicts. A value that
 cannot change is kept as it is, a group's tensor is cloned, and of a container there is a **record** of what it held:
 where that fits no longer, updates get a container made from it. Nobody can tell whether any other object has changed,
-so an optimizer whose step() reads one cannot leave updates due.
+so an optimizer whose step() reads one cannot leave updates pending.
 """
 
 import collections
@@ -59,6 +59,7 @@ class Settings:
         self.opaque: list[str] = []
         self._records: dict[str, Any] = {}
         self._remade: set[str] = set()  # containers that the program has changed, and that were made anew
+        self._tensors = [key for key, value in self.values.items() if isinstance(value, torch.Tensor)]
         for key, value in self.values.items():
             is_hook = key.endswith("_hooks")  # of torch, which run around all parts
             if type(value) in _FAST_CONSTANTS or is_hook or (read is not None and key not in read):
@@ -72,6 +73,10 @@ class Settings:
     def copies(self) -> dict[str, Any]:
         """``values``, with containers that may be changed. REQUIRES: before_part() has run, or nothing has changed."""
         return self.values | {key: _made_from(record) for key, record in self._records.items()}
+
+    def for_part(self) -> dict[str, Any]:
+        """``values``, with tensors that may be changed."""
+        return self.values | {key: self.values[key].clone() for key in self._tensors}
 
     def before_part(self) -> None:
         """Undoes in ``values`` what the program has changed since. Raises Error(invalid_use) for a tensor, whose former
@@ -109,7 +114,7 @@ class Settings:
 
 
 def _is_constant(value: Any, optimizer: Optimizer) -> bool:
-    """Whether the value cannot change. Functions and methods do not, if all that they hold is the optimizer."""
+    """Returns whether the value cannot change. A function or method does not if it holds nothing but the optimizer."""
     if type(value) in _FAST_CONSTANTS:
         return True
     if isinstance(value, tuple | frozenset):
@@ -140,7 +145,7 @@ def _record(value: Any, optimizer: Optimizer, depth: int = 0) -> Any:
 
 
 def _made_from(record: Any) -> Any:
-    """What the record was made of. Raises Opaque for a tensor that has changed since."""
+    """The value that the record was made of. Raises Opaque for a tensor that has changed since."""
     if isinstance(record, _TensorRecord):
         if record.copy is None and record.version != record.tensor._version:
             raise Opaque

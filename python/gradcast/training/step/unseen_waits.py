@@ -65,7 +65,7 @@ class UnseenWaits:
             self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
 
     def complete(self, states: Sequence[ParameterState], *_: Any) -> None:
-        with self._lock():  # another thread may be updating some, which are due no more
+        with self._lock():  # another thread may be updating some, which are pending no more
             due = [state for state in states if state.is_update_due]
             if due:
                 self._steps.stream.on_parameter_read()

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradcast.errors import Error, refused
 from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.step import parameter_state
+from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.partial_step import default_context
 
 UpdateFunction = Callable[[list[str], list[nn.Parameter]], Any]
@@ -41,12 +42,14 @@ class UpdateCallback:
 
 
 class UpdateCallbacks:
-    """The callbacks of one attached module, whose sessions come and go."""
+    """The callbacks of one attached module, whose sessions come and go. ``noted``: updated parts, by name, of which the
+    functions do not know yet."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], *, in_parts: bool) -> None:
         """``in_parts``: a session calls ``run``."""
         self._in_parts = in_parts
         self._callbacks: list[UpdateCallback] = []
+        self.noted: collections.deque[dict[str, nn.Parameter]] = collections.deque()
         self._unhook: Callable[[], Any] | None = None  # while functions are called after each step() of any optimizer
         self.follow(parameters)
 
@@ -74,6 +77,7 @@ class UpdateCallbacks:
             if callback.on_detach is not None:
                 callback.on_detach()
         self._parameters = {}
+        self.noted.clear()
         if self._unhook is not None:
             self._unhook()
             self._unhook = None
@@ -87,15 +91,19 @@ class UpdateCallbacks:
         """The tensors that are written when this parameter has been updated."""
         return tuple(tensor for callback in self._callbacks for tensor in callback.owned.get(name, ()))
 
-    def run(self, parts: collections.deque[dict[str, nn.Parameter]], when: str) -> None:
-        """Takes each part, by name, and calls every function with it, in the order of registration. ``when``: for
-        messages.
+    def note(self, states: Sequence[ParameterState]) -> None:
+        """These parameters have been updated."""
+        if self._callbacks:
+            self.noted.append({state.name: state.parameter for state in states})
+
+    def run(self, when: str) -> None:
+        """Calls every function with each part that was noted, in the order of registration. ``when``: for messages.
 
         Raises Error for the first function that has raised, after all have been called.
         """
         failures = []
-        while parts:
-            part = parts.popleft()
+        while self.noted:
+            part = self.noted.popleft()
             for callback in list(self._callbacks):
                 try:
                     with default_context(), torch.no_grad():  # in this order: leaving inference mode enables gradients
@@ -118,7 +126,8 @@ class UpdateCallbacks:
         if not updated:
             return
         if not self._in_parts:
-            self.run(collections.deque([updated]), "after step()")
+            self.noted.append(updated)
+            self.run("after step()")
         if next(iter(self._parameters)) in updated:  # of several optimizers, the one that makes a step count
             for callback in list(self._callbacks):
                 if callback.after_step is not None:
@@ -171,7 +180,7 @@ def owned_tensors(owned: Owned | None, module: nn.Module) -> dict[str, tuple[tor
 
 
 def is_inner_step(optimizer: Optimizer) -> bool:
-    """Whether a class's step() has called that of its base class: torch runs hooks around the inner one, too."""
+    """Returns whether a class's step() has called that of its base class, around which torch runs hooks, too."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:

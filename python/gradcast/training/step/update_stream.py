@@ -27,7 +27,7 @@ class UpdateStream:
         self.read_elsewhere = False
 
     def move_to_caller(self) -> None:
-        """Makes the calling thread's stream the one for updates. REQUIRES: no update is due."""
+        """Makes the calling thread's stream the one for updates. REQUIRES: no update is pending."""
         if self._stream is None:
             return
         here = self._current_stream()

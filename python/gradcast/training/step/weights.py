@@ -4,8 +4,8 @@ The sum of all weights comes too late to scale by. So each rank sends g_r · n_r
 weight of the last step, which all ranks know; what arrives is multiplied by n_ref / mean of this step. A rank whose
 weight is n_ref scales by 1 / W, and where the mean is n_ref nothing is multiplied: the bits are DDP's.
 
-The weights travel beside the blocks, as float64, in a message that begins before them. The first step waits for it, and
-then n_ref is its own mean. So does each step whose gradients are fp16 or int8 on the wire: numbers far from 1 leave
+The weights are sent beside the blocks, as float64, in a message that begins before them. The first step waits for it,
+and then n_ref is its own mean. So does each step whose gradients are fp16 or int8 on the wire: numbers far from 1 leave
 fp16's range, and int8 keeps rounding errors for the next step, which must be of the same scale.
 
 Thread safety: under the session's lock; ``scale`` may be read by autograd's threads.
@@ -27,15 +27,15 @@ from gradcast.training.ranks.together import device_of_messages
 from gradcast.training.step import pending
 from gradcast.training.step.gradient_exchange import GradientExchange
 
-# What travels in place of a weight: of a backward pass outside of handle.weight(), and of something that is no number.
-_LEFT_OUT, _NO_NUMBER = -math.inf, math.inf
+# Sent in place of a weight: of a backward pass outside of handle.weight(), and of something that is no number.
+_OMITTED, _NO_NUMBER = -math.inf, math.inf
 _MAX = 2.0**53  # a float64 holds whole numbers up to here
 
 
 class GivenWeights:
     """The weights of one rank, as the program gives them; it outlives sessions.
 
-    ``active``: steps are weighted, on all ranks. ``used``: the open block's weight has travelled. ``share``: what this
+    ``active``: steps are weighted, on all ranks. ``used``: the open block's weight has been sent. ``share``: what this
     rank's gradients of the step that begins are multiplied by, in place of 1 / world size; 0: they do not count.
     """
 
@@ -48,7 +48,7 @@ class GivenWeights:
         self._open: list[float] = []  # of open handle.weight() blocks
         # By id of a module: of its forward passes since the last backward pass. None: not known.
         self._samples: dict[int, int | None] = {}
-        self._last = _LEFT_OUT
+        self._last = _OMITTED
 
     def enter(self, weight: Any) -> None:
         self._open.append(_number(weight))
@@ -59,7 +59,7 @@ class GivenWeights:
 
     @property
     def contributes(self) -> bool:
-        """Whether the open block's weight demands a backward pass."""
+        """True if the open block's weight demands a backward pass."""
         return self._open[-1] > 0 and self._open[-1] != _NO_NUMBER
 
     def count_samples(self, module: nn.Module, inputs: Any) -> None:
@@ -84,11 +84,11 @@ class StepWeights:
     def __init__(self, given: GivenWeights, exchange: GradientExchange, group: Group) -> None:
         self.given = given
         self._buffers, self._exchange, self._group = exchange.buffers, exchange, group
-        self._waits = exchange.wire in ("fp16", "int8") or torch.float16 in exchange.buffers.dtypes
+        self._waits = exchange.buffers.wire in ("fp16", "int8") or torch.float16 in exchange.buffers.dtypes
         self._reference: float | None = None
         self._numbers: Any = None  # carries the weights
-        self._travelling = False  # those of the open step
-        self._own = _LEFT_OUT
+        self._is_sent = False  # those of the open step, and not received
+        self._own = _OMITTED
         self._factor = 1.0  # of the open step
         self._due: set[int] = set()  # parameters whose sums are not multiplied by it yet
         self.last: Sequence[float] | None = None  # of each rank, in the step that was received last; None without any
@@ -96,7 +96,7 @@ class StepWeights:
         self.scale = 1.0 / group.world_size
 
     def begin_step(self, parameter_count: int) -> None:
-        """Sends this rank's weight. REQUIRES: nothing travels."""
+        """Sends this rank's weight. REQUIRES: nothing is in flight."""
         self.receive()
         self.scale, self._factor = 1.0 / self._group.world_size, 1.0
         if self.given.share is not None:
@@ -111,24 +111,24 @@ class StepWeights:
                 device = device_of_messages(group.own, group.device)
                 self._numbers = extension.load().Numbers(group.world_size, device)
             self._numbers.begin(group.own, self._own)
-        self._travelling = True
+        self._is_sent = True
         if self._waits or self._reference is None:
             self._reference = None
             self.receive()
         else:
             self._due.update(range(parameter_count))
-        if self._reference is not None and self._own not in (self._reference, _LEFT_OUT):
+        if self._reference is not None and self._own not in (self._reference, _OMITTED):
             self.scale = self._own / (self._reference * group.world_size) if 0 < self._own <= _MAX else 0.0
 
     def receive(self) -> None:
         """Waits for the weights of the open step. Raises Error, on every rank, if they make no mean."""
-        if self._travelling:
+        if self._is_sent:
             with self._waiting():
                 weights = self._numbers.wait()
-            self._travelling = False
+            self._is_sent = False
             self._error = self._refusal(weights)
             self.last = None
-            if self._error is None and weights[0] != _LEFT_OUT:
+            if self._error is None and weights[0] != _OMITTED:
                 self.last = weights
                 mean = exact_mean(weights)
                 if self._reference is not None:
@@ -148,7 +148,7 @@ class StepWeights:
         self._reference = reference
 
     def factor(self) -> float:
-        """What the sums of the open step are multiplied by."""
+        """The factor of the sums of the open step."""
         self.receive()
         return self._factor
 
@@ -170,10 +170,10 @@ class StepWeights:
 
     def _refusal(self, weights: Sequence[float]) -> Error | None:
         for rank, weight in enumerate(weights):
-            if weight != _LEFT_OUT and not 0 <= weight <= _MAX:
+            if weight != _OMITTED and not 0 <= weight <= _MAX:
                 given = f"{weight:g}" if weight != _NO_NUMBER else "something else (of a tensor give its .item())"
                 return refused(f"the weight of rank {rank} must be a number from 0 to 2^53, and it is {given}")
-        without = [rank for rank, weight in enumerate(weights) if weight == _LEFT_OUT]
+        without = [rank for rank, weight in enumerate(weights) if weight == _OMITTED]
         if without and len(without) < len(weights):
             return refused(
                 f"rank {without[0]} has run backward outside of handle.weight(), and other ranks inside; put it around "
