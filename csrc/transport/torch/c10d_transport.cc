@@ -286,10 +286,7 @@ void C10dTransport::replace_buffer(int32_t buffer, const at::Tensor& tensor) {
       tensor.device() != changed.tensor.device()) {
     throw std::invalid_argument("a buffer can be replaced by one of the same size, type and device only");
   }
-  Buffer replaced = make_buffer(tensor);
-  replaced.segments = std::move(changed.segments);
-  replaced.residual = std::move(changed.residual);
-  changed = std::move(replaced);
+  changed = make_buffer(tensor);
 }
 
 void C10dTransport::set_groups(int32_t buffer, std::vector<GroupSegment> segments, const at::Tensor& residual) {

@@ -296,8 +296,7 @@ py::list GradientTable::arm(int64_t task, const std::vector<int64_t>& special, d
   std::vector<std::optional<Armed>> armed(states_.size());
   for (const SharedState& state : states_) {
     const size_t i = state->index;
-    const bool is_own = state->visible_grad.is_own() || state->update_grad.is_own();
-    if (!state->updated_late && !is_own)
+    if (!state->updated_late)
       armed[i] = Armed{tensor_in((*views_)[i]), addresses_[i], !gradient_of(i).defined(), scale};
   }
   for (const int64_t index : special)
