@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+import _testing
 from transport_conformance import everywhere
 from transport_worlds import Ended, run_inproc, run_processes
 
@@ -75,6 +76,30 @@ def test_c10d(extension, wire, world_size, case):
     ranks = conformance(world_size, wire)
     without = [rank for rank, ended in enumerate(ranks) if case.__name__ not in ended.lines]
     assert not without, f"ranks {without} did not get through:\n{said(ranks)}"
+
+
+def test_sums_that_cannot_be_unpacked_fail_the_operation(extension):
+    import torch
+    from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
+
+    class Group(ProcessGroup):
+        """Rank 0 of two. An all-reduce is done at once, and leaves less than it was given."""
+
+        def allreduce(self, tensors, options=None):
+            tensors[0].resize_(1)
+            done = torch.futures.Future()
+            done.set_result(None)
+            return torch._C._distributed_c10d._create_work_from_future(done)
+
+    group = Group(0, 2)
+    backend = ProcessGroupGloo(HashStore(), 0, 1)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    driver = _testing.TransportDriver(extension.Transport(group, [torch.ones(8)]))
+    driver.start(1, [(0, 8), (16, 24)])
+    told = driver.wait(1, 10**10)
+    assert told.startswith("all_reduce of 16 bytes failed on rank 0 of 2 (gloo): ")
+    assert "exceeds dimension size" in told
+    driver.close()
 
 
 @pytest.mark.slow

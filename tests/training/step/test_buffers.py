@@ -51,6 +51,22 @@ def test_what_is_held_moves_and_the_rest_is_zero():
     assert sum(float(flat.float().sum()) for flat in buffers.flats) == views, "nothing old between them"
 
 
+KEPT = {"itself": lambda view: view, "detached": torch.Tensor.detach, "as an array": torch.Tensor.numpy}
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_who_keeps_a_view_is_seen(how):
+    named = parameters()
+    buffers = GradientBuffers(list(named), list(named.values()), 2)
+    buffers.lay_out(range(5))
+    assert not buffers.is_kept()
+    kept = KEPT[how](buffers.views[2])
+    assert buffers.is_kept()
+    buffers.lay_out(range(5))
+    assert buffers.apart == {2}
+    assert len(kept) == 8
+
+
 class Reversed(nn.Module):
     """Reads its parameters in another order than that in which it has them."""
 

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -113,7 +115,8 @@ def test_views_that_do_not_exist_yet_are_told_and_others_asked_for(table):
     table.parameters[1].grad = table.views[1]
     table.backward(gradients())
     assert [id(each) for each in table.unmade] == [id(table.views[0]), id(table.views[2])]
-    assert [each[1] for each in table.seen if each[0] == "marked"] == [1]
+    assert table.seen.index(("marked", 1)) < table.seen.index(("written", *table.places[1][1:]))
+    assert len(table.seen) == COUNT + 1
 
 
 def test_a_gradient_in_its_view_is_scaled_there(table):
@@ -146,16 +149,56 @@ def test_each_gradient_of_a_pass_is_ordinary_once(table):
     assert table.asked() == [0]
 
 
-def test_a_refusal_of_the_engine_leaves_the_gradient_to_python(table):
-    table.engine.begin()
-    table.native.begin_step(None)
-    table.parameters[0].grad = torch.ones(ELEMENTS)
-    assert table.native.place(0, SCALE, False)
-    assert not table.native.place(0, SCALE, False)  # a second time in this iteration
-    assert table.native.sent_count == 1
+def test_what_python_has_placed_is_not_placed_again(table):
+    """As of a part that is used in a nested backward pass (reentrant checkpointing), too."""
+
+    def place(gradient):
+        table.parameters[0].grad = gradient.clone()
+        assert table.native.place(0, SCALE, False)
+
+    table.parameters[0].register_hook(place)
+    table.backward(gradients())
+    assert table.asked() == [0]
+    assert table.phases() == ["SENT"] * COUNT
 
 
-def test_an_apart_gradient_stays_and_its_sum_is_due(table):
+def test_a_refusal_of_the_engine_leaves_gradients_to_python(table):
+    """They are as if they had not come, so that Python raises what the engine has, and not that there is a second."""
+    table.parameters[-1].register_hook(lambda _: table.engine.shutdown())
+    table.backward(gradients())
+    assert sorted(table.asked()) == [0, 1, 2]
+    assert not table.native.place(0, SCALE, False)
+    assert table.phases() == ["IDLE"] * COUNT
+    assert table.native.sent_count == 0
+
+
+def test_the_engine_has_nothing_that_the_device_is_not_told_of(table):
+    """Its block could start before the kernels that write it."""
+    table.seen = SimpleNamespace(append=mock.Mock(side_effect=RuntimeError("no device")))
+    with pytest.raises(RuntimeError, match="no device"):
+        table.backward(gradients())
+    for tensor in range(COUNT):
+        table.engine.on_ready(tensor)  # once only
+
+
+def test_gradients_are_ordinary_in_a_new_layout(table):
+    views = [torch.zeros(ELEMENTS) for _ in range(COUNT)]
+    table.native.follow_layout(views, table.places)
+    table.backward(gradients())
+    assert table.asked() == []
+    assert [view.tolist() for view in views] == [[SCALE * (i + 1)] * ELEMENTS for i in range(COUNT)]
+
+
+def test_after_a_pass_only_the_layout_holds_views(table):
+    """Otherwise those of gradients that were not made would seem to be the program's."""
+    table.backward([None, None, torch.ones(ELEMENTS)])
+    views, table.views, table.unmade = [weakref.ref(view) for view in table.views], None, None
+    table.native.follow_layout([torch.zeros(ELEMENTS) for _ in range(COUNT)], table.places)
+    assert [view() is None for view in views] == [True, True, False]  # the .grad
+
+
+def test_an_apart_gradient_stays_and_its_sum_is_due():
+    table = Table(norm_type=2.0)
     table.engine.begin()
     table.native.begin_step(None)
     table.parameters[0].grad = own = torch.full((ELEMENTS,), 2.0)
@@ -163,6 +206,24 @@ def test_an_apart_gradient_stays_and_its_sum_is_due(table):
     state = table.native.states[0]
     assert (table.parameters[0].grad is own, state.visible_grad is own, state.copy_due) == (True, True, True)
     assert (own.tolist(), table.views[0].tolist()) == ([2.0] * ELEMENTS, [2.0 * SCALE] * ELEMENTS)
+    assert [(index, norm.item()) for index, norm in table.native.take_norms()] == [(0, 2.0 * SCALE * 2.0)]
+
+
+def test_a_gradient_that_torch_reads_as_negative_is_sent_so(table):
+    table.engine.begin()
+    table.native.begin_step(None)
+    table.parameters[0].grad = torch._neg_view(torch.full((ELEMENTS,), 2.0))
+    assert table.native.place(0, SCALE, False)
+    assert table.views[0].tolist() == [-2.0 * SCALE] * ELEMENTS
+
+
+@pytest.mark.parametrize("element", [0, ELEMENTS - 1])
+def test_a_fingerprint_is_of_the_first_and_last_elements(table, element):
+    before = table.native.fingerprint()
+    assert table.native.fingerprint() == before
+    with torch.no_grad():
+        table.parameters[-1][element] = 2.0
+    assert table.native.fingerprint() != before
 
 
 def test_a_scale_of_zero_hides_what_the_gradient_holds(table):

@@ -1,5 +1,7 @@
 """The phases of a parameter within a step: which tensors are pending in each, and which transitions exist."""
 
+import sys
+
 import pytest
 
 import gradcast
@@ -111,6 +113,38 @@ def test_a_failed_update_stays_due(state):
     parameter_state.fail_update([state], OWNER)
     assert state.is_update_due
     assert pending.is_pending(state.parameter)
+
+
+def test_a_transition_ends_at_the_first_that_is_elsewhere():
+    states = extension.load().GradientTable(list("abc"), [torch.nn.Parameter(torch.ones(2)) for _ in "abc"]).states
+    extension.load().enter(states[1:2], Phase.ARRIVED, [Phase.IDLE])
+    assert extension.load().enter(states, Phase.SENT, [Phase.IDLE]) is states[1]
+    assert [state.phase for state in states] == [Phase.SENT, Phase.ARRIVED, Phase.IDLE]
+
+
+def test_tensors_of_two_classes_get_their_own_again(state):
+    both = [state.parameter, state.visible_grad]
+    pending.mark(both, OWNER)
+    pending.clear(both)
+    assert [type(each) for each in both] == [torch.nn.Parameter, torch.Tensor]
+
+
+def test_a_view_is_not_held_by_the_state_that_shows_it():
+    """Who else holds it is seen by its references."""
+    table = extension.load().GradientTable(["weight"], [torch.nn.Parameter(torch.ones(2))])
+    (state,), view = table.states, torch.ones(2)
+    table.follow_layout([view], [(0, 0, 0, 0)])
+    references = sys.getrefcount(view)
+    state.visible_grad = state.update_grad = torch.ones(2)
+    state.visible_grad = state.update_grad = view
+    assert sys.getrefcount(view) == references
+
+
+def test_a_gradient_where_none_is_shown_is_the_programs(state):
+    state.visible_grad = None
+    assert extension.load().hold_visible([state])
+    state.parameter.grad = torch.ones(2)
+    assert not extension.load().hold_visible([state])
 
 
 def test_states_are_found_by_their_tensors():
