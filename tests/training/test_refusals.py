@@ -133,8 +133,8 @@ AT_ATTACH = {
     "several devices": (lambda: gradcast.attach(nn.Sequential(linear(), linear(device="meta"))), "device"),
     "complex parameter": (lambda: gradcast.attach(linear(dtype=torch.complex64)), "complex"),
     "comm hook on ddp": (comm_hook_on_ddp, "hook"),
-    "ignored by ddp": (ignored_by_ddp, "ignore bias"),
-    "ignored in a bare module": (ignored_in_a_bare_module, "ignore weight"),
+    "ignored by ddp": (ignored_by_ddp, "ignores bias"),
+    "ignored in a bare module": (ignored_in_a_bare_module, "ignores weight"),
 }
 
 

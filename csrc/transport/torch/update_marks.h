@@ -1,4 +1,4 @@
-// What tells whether a part of an optimizer's step has done what only a whole step may do.
+// Marks by which a part of an optimizer's step is seen to do what only a whole step may do.
 //
 // Thread safety: any thread that holds the GIL.
 #pragma once

@@ -99,7 +99,7 @@ def test_what_attach_refuses(rank):
     words = "options.local.every is 4 on rank 0"
     found += not_refused(lambda: gradcast.attach(module, sgd(module), options=own), words)
     inner = Options(local=LocalSteps(4, inner="host"))
-    found += not_refused(lambda: gradcast.attach(module, sgd(module), options=inner), "two or more hosts", "leave it")
+    found += not_refused(lambda: gradcast.attach(module, sgd(module), options=inner), "two or more hosts", "omit it")
     gaps = copy.deepcopy(module)
     gaps.odd.bias = torch.nn.Parameter(torch.zeros(320)[::2])
     return found + not_refused(lambda: gradcast.attach(gaps, sgd(gaps), options=options), "odd.bias", "contiguous")
