@@ -62,8 +62,8 @@ def test_python_modules_say_what_they_are():
         assert path.read_text().startswith('"""'), path
 
 
-# Files that are in the language of the field; training/step and training/sessions are to follow.
-PLAIN = re.compile(r"python/gradcast/(?!training/(step|sessions)/).*\.pyi?|(include/gradcast|csrc)/.*\.h")
+# Files whose texts are in the language of the field.
+PLAIN = re.compile(r"python/gradcast/.*\.pyi?|(include/gradcast|csrc)/.*\.h")
 NO_NOUN_PHRASE = re.compile(r"(What|Whether|How|As)\b")
 PRIVATE_WORD = re.compile(
     r"\b(travel\w*|passengers?|apart|hears?|heard|told|due|borrowed forward|lends?|long frozen|certified share|left out"

@@ -39,7 +39,7 @@ std::vector<PolicyEntry> published_policies() {
           &prophet,
           {parameter(&ProphetOptions::partition_bytes, "partition_bytes", 1, kSizeMax, "largest partition of a tensor"),
            parameter(&ProphetOptions::credit_bytes, "credit_bytes", 0, kSizeMax,
-                     "partitions that travel together after the last burst; 0: tuned"),
+                     "partitions in flight together after the last burst; 0: tuned"),
            parameter(&ProphetOptions::gap_factor, "gap_factor", 0, 1e6,
                      "a gap above this many mean gaps ends a burst")}),
       policy_entry(

@@ -241,7 +241,7 @@ def test_residuals_are_in_checkpoints(rank):
     with heard() as lines:
         _, without = train_with_int8(rank, state | {"gradcast": {**state["gradcast"], "residuals": None}})
     assert without != expected, "the residuals matter"
-    dropped = "what rounding has left of earlier gradients is dropped on rank"
+    dropped = "the residuals of earlier gradients are dropped on rank"
     assert [line for line in lines if dropped in line] == [f"{dropped} {rank.index}: the checkpoint has none"]
     saved = state["gradcast"]["residuals"]
     name = next(iter(saved["tensors"]))

@@ -151,9 +151,7 @@ class LocalCheckpoint(facets.Checkpoint):
                 raise
             dropped = str(error)  # between rounds other settings, which cut other fragments, are fine
         if dropped is not None:
-            _log.warning(
-                "what rounding has left of earlier differences is dropped on rank %d: %s", self._group.rank, dropped
-            )
+            _log.warning("the residuals of earlier differences are dropped on rank %d: %s", self._group.rank, dropped)
 
     def check(self, state: dict[str, Any]) -> None:
         if state.get("mode") != "local" or state.get("version") != STATE_VERSION:

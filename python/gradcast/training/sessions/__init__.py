@@ -1,4 +1,4 @@
-"""What trains a set of parameters from one change of them to the next.
+"""Sessions: each trains a set of parameters until that set changes.
 
-kinds.py lists the kinds of session, session.py follows one gradient through that of several workers.
+kinds.py lists the kinds of session, session.py follows one gradient through a session of several workers.
 """

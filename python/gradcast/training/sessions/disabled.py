@@ -18,7 +18,7 @@ VARIABLE = "GRADCAST_DISABLE"
 
 
 def is_disabled() -> bool:
-    """Whether GRADCAST_DISABLE is set. Raises Error(invalid_use) for values other than 0 and 1."""
+    """Returns whether GRADCAST_DISABLE is set. Raises Error(invalid_use) for values other than 0 and 1."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise refused(f"{VARIABLE} is {value!r}; 1 (stock DDP) or 0 is expected")
@@ -30,8 +30,8 @@ def weights_refused() -> Error:
 
 
 class DisabledSession(TrainingSession):
-    """Trains without gradcast. A DDP module is left alone; a bare module gets the hooks of a hidden DDP module around
-    it."""
+    """A session without gradcast. A DDP module is left alone; a bare module gets the hooks of a hidden DDP module
+    around it."""
 
     early_clipping: ClipOnce | None = None
 

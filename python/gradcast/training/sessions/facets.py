@@ -1,5 +1,5 @@
-"""The facets of a session. These are of sessions that follow no plan; plan_facets.py and ../local/facets.py have
-others. A facet never refers to its session, so that a detached module is freed at once."""
+"""The report, checkpoints and round calls of sessions without a plan; plan_facets.py and ../local/facets.py have
+others. These objects never refer to their session, so that a detached module is freed at once."""
 
 import contextlib
 from typing import Any
@@ -13,18 +13,18 @@ from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_buffers import GradientRange
 
 _NO_ROUNDS = (
-    "there are no rounds: every step averages the gradients, so all ranks have the same parameters; leave the call "
-    "out, or train with local steps (options.local)"
+    "there are no rounds: every step averages the gradients, so all ranks have the same parameters; omit the call, "
+    "or train with local steps (options.local)"
 )
 
 
 class Report:
-    """What a session measures and follows.
+    """The measurements and the plan of a session.
 
     ``profile``: measured by the warm-up, None before. ``plan``: the one in force; ``plan_version`` grows with each.
     ``measuring``: a warm-up is running that ends with a plan. ``layout``: the place of each gradient in the buffers, in
     the order of the plan's profile. ``trace``: the record of the last steps. ``is_sending``: blocks are in flight.
-    ``released``: gradcast has left the module, and only what has been measured is known.
+    ``released``: gradcast has been removed from the module, and only measurements are known.
     """
 
     profile: _core.Profile | None = None
@@ -37,7 +37,7 @@ class Report:
     released = False
 
     def stats(self) -> dict[str, Any]:
-        """Values of ``handle.stats()``, besides those that every session has."""
+        """Values of ``handle.stats()`` beyond those of every session."""
         return {}
 
     def alarms(self) -> list[Alarm]:
@@ -51,8 +51,8 @@ class Report:
 
 
 class Checkpoint:
-    """The state of a session in checkpoints. ``saves_anew``: it changes with each step. ``mean_weight``: of the last
-    weighted step, from which the next one starts (step/weights.py)."""
+    """The state of a session in checkpoints. ``saves_anew``: the state changes with each step. ``mean_weight``: of the
+    last weighted step, from which the next one starts (step/weights.py)."""
 
     mean_weight: float | None = None
     saves_anew = False
@@ -66,7 +66,7 @@ class Checkpoint:
         return {"version": STATE_VERSION, **own}
 
     def saved(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """``state_dict()`` for a snapshot. ``kept``: holds what the last call has made, for this one."""
+        """Returns ``state_dict()`` for a snapshot. ``kept``: the cache of these calls, filled by the last one."""
         version = (self._report.plan_version, self._report.measuring)
         if kept.get("version") != version or self.saves_anew:
             kept.update(version=version, state=self.state_dict())
@@ -80,9 +80,9 @@ class Checkpoint:
 
 
 class RoundCalls:
-    """Calls for rounds of local steps. ``lends``: the module has other tensors, inside ``global_model()``."""
+    """Calls for rounds of local steps."""
 
-    lends = False
+    lends = False  # True inside global_model(): the module has other tensors
 
     def end_round(self) -> None:
         raise refused(_NO_ROUNDS)

@@ -1,4 +1,4 @@
-"""Forward passes of a session: what is complete before one begins, and which backward pass belongs to it."""
+"""Forward passes of a session: the waits before one begins, and the backward pass that belongs to it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +16,12 @@ from gradcast.training.step.unseen_waits import UnseenWaits
 
 
 def is_evaluation(module: nn.Module) -> bool:
-    """Whether a forward pass of the module that begins now is one of evaluation."""
+    """Returns whether a forward pass of the module that begins now is one of evaluation."""
     return not module.training and not torch.is_grad_enabled()
 
 
 class ForwardPasses:
-    """Called around the forward passes of one session. ``module_buffers``: of a bare module; None without any."""
+    """The hooks around the forward passes of one session. ``module_buffers``: of a bare module; None without any."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class ForwardPasses:
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a forward pass that runs now is to be reduced."""
+        """True if the gradients of a forward pass that runs now are to be reduced."""
         return self._cycle.sends and not self._cycle.progress.no_sync_blocks.is_open
 
     def before(self, module: nn.Module, compiled: bool) -> None:
-        """``module``: that is called. ``compiled``: as a whole, and not split."""
+        """Prepares a forward pass of ``module``. ``compiled``: it is compiled as a whole, and not split."""
         cycle, controller = self._cycle, self._controller
         cycle.forward_time.is_seen = True
         training = module.training and torch.is_grad_enabled()
@@ -86,8 +86,8 @@ class ForwardPasses:
             self._cycle.complete()
 
     def before_evaluation(self) -> None:
-        """Nothing stays pending: if a weight were, nn.MultiheadAttention and TransformerEncoder would choose other
-        kernels, with other roundings, and other values at masked places."""
+        """Runs all pending updates: with a pending weight, nn.MultiheadAttention and TransformerEncoder would choose
+        other kernels, with other roundings, and other values at masked places."""
         cycle = self._cycle
         with cycle.lock, cycle.waits.at(Cause.PARAMETERS):
             cycle.reads.completed()
@@ -96,17 +96,17 @@ class ForwardPasses:
                 cycle.steps.complete_all_updates()
 
     def _bring_buffers(self, module: nn.Module) -> None:
-        """Rank 0's buffers, for the forward pass that begins."""
+        """Copies rank 0's buffers for the forward pass that begins."""
         gradients = self._gradients
         with self._cycle.lock, self._cycle.trace.timed("wait"), pending.not_traced():
             if gradients.open and not gradients.all_sent:
-                gradients.wait_for_all()  # the pass has failed, and other ranks wait for what it has not sent
+                gradients.wait_for_all()  # the pass has failed, and other ranks wait for gradients that it has not sent
             needed = gradients.passes.is_expected(module)
             synchronizing = self.is_synchronizing and torch.is_grad_enabled()
             self.module_buffers.before_forward(module, synchronizing=synchronizing, needed=needed)
 
     def before_borrowed(self, module: nn.Module) -> None:
-        """``module`` is called with other tensors in place of its own."""
+        """Prepares a call of ``module`` with other tensors in place of its own."""
         if self.module_buffers is not None and current() == NO_TASK:
             self.module_buffers.before_borrowed_forward(module)
 
@@ -122,7 +122,7 @@ class ForwardPasses:
         self._watch_output(module, output)
 
     def after_inner(self, inner: nn.Module, output: Any) -> None:
-        """``inner`` was called past DDP, which does not reduce the backward pass through this output."""
+        """Notes a call of ``inner`` that bypassed DDP, which does not reduce the backward pass through this output."""
         self._gradients.watch_output(inner, output, ForwardPass(synchronizes=False, training=inner.training))
 
     def _watch_output(self, module: nn.Module, output: Any) -> None:

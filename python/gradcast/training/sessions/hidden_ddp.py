@@ -1,4 +1,4 @@
-"""DDP around bare modules that the program goes on calling themselves: hooks do what DDP's own forward would."""
+"""DDP around bare modules that the program still calls directly: hooks do the work of DDP's own forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from gradcast.training.compat.module_hooks import around_forward
 
 
 class HiddenDdp:
-    """``wrappers``: by module, the DDP module that averages its gradients."""
+    """Hidden DDP modules. ``wrappers``: by module, the DDP module that averages its gradients."""
 
     def __init__(self, modules: Sequence[nn.Module], process_group: Any, *, broadcast_buffers: bool) -> None:
         self._broadcast_buffers = broadcast_buffers
         # DDP refuses a module that has nothing to reduce.
         trained = [each for each in modules if any(p.requires_grad for p in each.parameters())]
-        # find_unused_parameters: attach accepts steps that leave parameters out.
+        # find_unused_parameters: attach accepts steps that do not use all parameters.
         self.wrappers = {
             each: DistributedDataParallel(
                 each, process_group=process_group, find_unused_parameters=True, broadcast_buffers=broadcast_buffers
@@ -40,5 +40,5 @@ class HiddenDdp:
             wrapper._pre_forward()
 
     def _after_forward(self, module: nn.Module, output: Any, _: bool) -> Any:
-        """DDP passes the outputs on and notes through which of them backward will come."""
+        """Returns the outputs that DDP passes on; DDP notes through which of them backward will come."""
         return self.wrappers[module]._post_forward(output) if torch.is_grad_enabled() else None

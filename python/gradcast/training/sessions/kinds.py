@@ -1,4 +1,4 @@
-"""What the handle needs of a session: one class for each of the four kinds.
+"""The four kinds of session, as the handle uses them: one class for each.
 
 Session              two or more workers: measures, plans, and follows the plan (session.py)
 LocalStepsSession    ranks train by themselves, and average parameters every few steps (../local/session.py)
@@ -35,7 +35,7 @@ _log = logging.getLogger("gradcast")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What ``attach`` gives to a session. ``callbacks``: the functions of ``handle.on_update``."""
+    """The arguments of a session, from ``attach``. ``callbacks``: the functions of ``handle.on_update``."""
 
     accepted: Accepted
     optimizers: Sequence[Optimizer]
@@ -47,15 +47,15 @@ class Setup:
 class TrainingSession:
     """Default for sessions that send nothing.
 
-    ``mode``: "hook", "overlap", "local" or "ddp". ``released``: gradcast has left the module. ``early_clipping``: clips
-    when the program asks for it.
+    ``mode``: "hook", "overlap", "local" or "ddp". ``released``: gradcast has been removed from the module.
+    ``early_clipping``: clips when the program asks for it.
     """
 
     released = False
     early_clipping: EarlyClipping | ClipOnce | None = None
 
     def __init__(self, group: Group, mode: str = "hook", progress: Progress | None = None) -> None:
-        """``progress``: of the session before, or with DDP modules."""
+        """``progress``: of the previous session, or with DDP modules."""
         self.group, self.mode, self.progress = group, mode, progress or Progress()
         self.report = Report()
         self.checkpoint = Checkpoint(mode, group, self.report)
@@ -63,7 +63,7 @@ class TrainingSession:
 
     @property
     def session(self) -> "TrainingSession":
-        """A kind without plans is attached by itself, see Attached."""
+        """The session itself: kinds without plans serve as their own Attached."""
         return self
 
     def stats(self) -> dict[str, Any]:
@@ -101,14 +101,14 @@ class TrainingSession:
         call()
 
     def send_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Rank 0's values into the module's buffers of every rank. Collective."""
+        """Copies rank 0's values into the module's buffers of every rank. Collective."""
         self.group.copy_from_first(buffers, WHAT)
 
     def close_at_exit(self, *, failed: bool) -> None:
-        """The interpreter exits. ``failed``: by an error, so that other ranks may never answer."""
+        """Ends the session at interpreter exit. ``failed``: by an error, so that other ranks may never answer."""
 
     def _close_exchange(self, exchange: GradientExchange, finish: Callable[[], bool] | None) -> None:
-        """``finish``: completes what is in flight, and returns whether nothing has failed. None: that is given up."""
+        """``finish``: completes blocks in flight, and returns whether nothing has failed. None: they are given up."""
         ended_well = False
         try:
             ended_well = finish is not None and finish()
@@ -120,8 +120,8 @@ class TrainingSession:
 
 
 class Attached(Protocol):
-    """What ``attach`` has put on a module. ``session``: the current one, which changes with the module's parameters.
-    ``released``: gradcast has left the module. ``callbacks``: the functions of ``handle.on_update``."""
+    """gradcast's attachment to a module. ``session``: the current one, which changes with the module's parameters.
+    ``released``: gradcast has been removed from the module. ``callbacks``: the functions of ``handle.on_update``."""
 
     callbacks: UpdateCallbacks
 
@@ -132,14 +132,14 @@ class Attached(Protocol):
     def released(self) -> bool: ...
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
-        """Around backward: this rank counts n in the mean."""
+        """Context around backward, in which this rank counts n in the mean."""
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
-        """The ranks' shares change with their speed, and their samples are their weights, unless the program gives
-        others. Raises Error(invalid_use), on every rank, for what one refuses and for different calls. Collective."""
+        """Adapts the ranks' shares to their speed. Their samples are their weights, unless the program gives others.
+        Raises Error(invalid_use), on every rank, if one refuses the call or the calls differ. Collective."""
 
     def release(self, *, reusable: bool) -> None:
-        """Gives module and optimizers back as they were. ``reusable``: see Group.leave."""
+        """Restores module and optimizers. ``reusable``: see Group.leave."""
 
 
 def require_attached(session: TrainingSession | Report) -> None:

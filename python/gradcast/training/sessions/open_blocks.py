@@ -14,11 +14,11 @@ from gradcast.training.step.backward_passes import ForwardPass
 
 
 class NoSyncBlocks:
-    """The open no_sync() blocks of one attachment. They also set the switches of its DDP modules, which then send no
-    buffers.
+    """The open no_sync() blocks of one attachment. They also switch off synchronization in its DDP modules, which then
+    send no buffers.
 
     For a bare module a pass is inside of a block or outside, forward and backward alike. Around a DDP module DDP
-    decides: its forward arms the reducer, which reduces the next backward pass, whatever block that is in. Of further
+    decides: its forward arms the reducer, which reduces the next backward pass, inside of a block or not. Of further
     passes through the outputs of that forward DDP reduces none, and gradcast those outside of the blocks.
     """
 
@@ -42,13 +42,13 @@ class NoSyncBlocks:
 
     @property
     def is_open(self) -> bool:
-        """Whether a block is open, of this handle or of DDP."""
+        """True if a block is open, of this handle or of DDP."""
         return self._open_count > 0 or not all(ddp.require_backward_grad_sync for ddp in self._ddps)
 
     def reduces(self, forward: ForwardPass | None) -> bool:
-        """Whether the backward pass that runs is reduced. ``forward``: whose output it goes through, if that was seen.
-        Raises Error(invalid_use) for a bare module whose forward pass was inside of a block and whose backward is not,
-        or the other way round."""
+        """Returns whether the backward pass that runs is reduced. ``forward``: the pass whose output it goes through,
+        if seen. Raises Error(invalid_use) for a bare module whose forward pass was inside of a block and whose backward
+        is not, or the other way round."""
         outside = forward is not None and forward.synchronizes
         if self._ddps:
             return all(ddp.reducer.is_armed for ddp in self._ddps) or (outside and not self.is_open)
@@ -60,20 +60,20 @@ class NoSyncBlocks:
         return not self.is_open
 
     def on_reduced(self) -> None:
-        """A backward pass was reduced; the next one needs a forward pass that arms the reducer again."""
+        """Notes a reduced backward pass; the next one needs a forward pass that arms the reducer again."""
         for ddp in self._ddps:
             ddp.reducer.is_armed = False
 
 
 class CollectiveFence:
-    """One attachment has one. ``open_count``: how many blocks are open, one inside another."""
+    """The collective() blocks of one attachment. ``open_count``: the number of open ones, one inside another."""
 
     def __init__(self) -> None:
         self.open_count = 0
 
     @contextlib.contextmanager
     def around(self, complete: Callable[[], bool]) -> Iterator[None]:
-        """``complete``: waits until nothing travels. False if another thread is in backward, so that more will."""
+        """``complete``: waits until nothing is in flight. False if another thread's backward pass will send more."""
         if torch._C._current_graph_task_id() != -1:
             raise refused(
                 "handle.collective() is used inside a backward pass, which has more gradients to send; put the "
@@ -91,7 +91,7 @@ class CollectiveFence:
             self.open_count -= 1
 
     def refuse(self, what: str) -> None:
-        """Raises inside a block. ``what``: would send something."""
+        """Raises inside a block. ``what``: the call that would send something."""
         if self.open_count > 0:
             raise refused(
                 f"{what} inside handle.collective() would send among the program's own collectives; end the block first"
@@ -100,7 +100,7 @@ class CollectiveFence:
 
 @dataclasses.dataclass
 class Progress:
-    """What the next session of a module continues. ``steps``: completed so far."""
+    """The state that the next session of a module continues. ``steps``: completed so far."""
 
     no_sync_blocks: NoSyncBlocks = dataclasses.field(default_factory=NoSyncBlocks)
     fence: CollectiveFence = dataclasses.field(default_factory=CollectiveFence)

@@ -133,7 +133,7 @@ class PlanCheckpoint(Checkpoint):
         exchange, group, controller = self._exchange, self._group, self._controller
         dropped = residuals.restore(exchange.buffers, group, state)
         if dropped is not None:
-            _log.warning("what rounding has left of earlier gradients is dropped on rank %d: %s", group.rank, dropped)
+            _log.warning("the residuals of earlier gradients are dropped on rank %d: %s", group.rank, dropped)
         state = group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
         here = MeasuredExchange(group.hosts, exchange.form, exchange.buffers.wire)
         with self._cycle.lock:

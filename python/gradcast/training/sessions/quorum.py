@@ -1,11 +1,11 @@
-"""Hook mode over process groups that come and go while training goes on, for programs that go on without replicas that
-have died. frameworks/torchft.py knows whose groups they are.
+"""Hook mode over process groups that change during training, for programs that continue without replicas that have
+died. frameworks/torchft.py provides the groups.
 
-There is a session per process group. It begins where forward ends, the last moment before gradients travel. A plan
+There is a session per process group. It begins where forward ends, the last moment before gradients are sent. A plan
 outlives its group: the replicas of a new group follow the plan of the first one among them that has one, so that a
-replica that joins has it before its first gradient travels. Each number of replicas has a plan of its own.
+replica that joins has it before it sends its first gradient. Each number of replicas has a plan of its own.
 
-What fails on the network is reported, and the rest of the step sends nothing.
+Network failures are reported, and the rest of the step sends nothing.
 """
 
 import contextlib
@@ -38,24 +38,24 @@ _log = logging.getLogger("gradcast")
 
 
 class Quorum(Protocol):
-    """The replicas of the open step, as whoever makes the groups knows them."""
+    """The replicas of the open step: an interface to the library that makes the groups."""
 
     def process_group(self) -> Any:
         """The C++ group of this step, the same object as long as it is the same group; None if it has failed. Waits
         until the quorum is known."""
 
     def share(self) -> float:
-        """What this replica's gradients are multiplied by; 0 if it does not count in this step."""
+        """The factor of this replica's gradients; 0 if it does not count in this step."""
 
     def report(self, error: Error) -> None:
-        """The step is not to be used, and the next one gets another group."""
+        """Reports a failure: the step is not to be used, and the next one gets another group."""
 
     def abort(self) -> None:
-        """Closes the group's connections: replicas that still wait notice now, and not after the next quorum."""
+        """Closes the group's connections: replicas that still wait are notified now, and not after the next quorum."""
 
 
 class Plans:
-    """By number of replicas, the plan and profile that were in force last (``Handle.state_dict()``); the newest is
+    """The plan and profile that were in force last (``Handle.state_dict()``), by number of replicas; the newest is
     last. They outlive an attachment."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Plans:
         self._sessions: weakref.ref[QuorumSessions] | None = None
 
     def follow(self, sessions: "QuorumSessions") -> None:
-        """Keeps the plans of these. Raises Error(invalid_use) while those of another attachment are kept."""
+        """Keeps the plans of these sessions. Raises Error(invalid_use) while those of another attachment are kept."""
         if (other := self._followed()) is not None and not other.released:
             raise refused("gradcast is attached with this manager already; give all modules as one list")
         self._sessions = weakref.ref(sessions)
@@ -75,7 +75,7 @@ class Plans:
         self.by_size = dict(state)
 
     def saved(self) -> dict[int, dict[str, Any]]:
-        """Any thread, while no step is open: the plan does not change."""
+        """Returns the plans. Any thread, while no step is open: the plan does not change."""
         if (sessions := self._followed()) is not None:
             sessions.keep_plan()
         return dict(self.by_size)
@@ -85,13 +85,13 @@ class Plans:
         self.by_size[size] = state
 
     def for_size(self, size: int) -> dict[str, Any] | None:
-        """That of so many replicas, or else the newest; None without any."""
+        """The plan for so many replicas, or else the newest; None without any."""
         newest = next(reversed(self.by_size.values()), None)
         return self.by_size.get(size, newest)
 
 
 class QuorumGuard(FailureGuard):
-    """Reports what fails over one process group."""
+    """Reports failures over one process group."""
 
     def __init__(self, sessions: "QuorumSessions") -> None:
         self._sessions = sessions
@@ -101,7 +101,7 @@ class QuorumGuard(FailureGuard):
         with self._catching():
             yield
         if self.has_failed:
-            self._sessions.quorum.abort()  # what ranks agree on here, others may still wait for
+            self._sessions.quorum.abort()  # other ranks may still wait to agree on something here
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
@@ -122,8 +122,8 @@ class QuorumGuard(FailureGuard):
 
 
 class QuorumSessions:
-    """Attached. ``session``: that of the quorum's process group; before the first quorum, for the only replica, and in
-    a step whose group has failed, one of which nothing travels."""
+    """The attachment to a module. ``session``: that of the quorum's process group; before the first quorum, for the
+    only replica, and in a step whose group has failed, one that sends nothing."""
 
     def __init__(self, quorum: Quorum, accepted: Accepted, options: Options, plans: Plans) -> None:
         plans.follow(self)
@@ -139,7 +139,7 @@ class QuorumSessions:
         self._hooks = around_forward(accepted.called, self._before_forward, self._after_forward)
 
     def weight(self, n: Any) -> contextlib.AbstractContextManager[None]:
-        raise refused("with torchft each participant counts alike; leave handle.weight() out")
+        raise refused("with torchft each participant counts alike; omit handle.weight()")
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
         raise refused("with torchft the number of replicas changes; BalancedBatchSampler needs one that does not")
@@ -196,7 +196,7 @@ class QuorumSessions:
         self.end_session()
 
     def end_session(self) -> None:
-        """Nothing of it travels: backward waits for all."""
+        """Ends the session, of which nothing is in flight: backward waits for all."""
         ended = self.session
         if isinstance(ended, Session):
             ended.release(leaves=True)
@@ -238,7 +238,7 @@ class QuorumSessions:
         group.info("a quorum of %d replicas has a new process group; its session took %.0f ms", size, waited_ms)
 
     def on_failure(self, error: Error) -> None:
-        """Nothing travels over this process group any more."""
+        """Notes a failure: nothing more is sent over this process group."""
         self.keep_plan()
         self._failure = error
         _log.warning("this step is given up, and the next one gets another process group: %s", error)

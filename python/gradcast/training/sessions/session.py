@@ -7,7 +7,7 @@
                                              it ends.
  3. sessions/step_cycle.py                   A step that opens follows the plan of plan/loop.py: one of the
                                              warm-up, the agreed one, or the DDP baseline.
- 4. csrc/engine/loop_calls.cc                The engine learns that the gradient is ready.
+ 4. csrc/engine/loop_calls.cc                The engine is notified that the gradient is ready.
  5. csrc/engine/loop.cc                      Its thread starts blocks in the order of the plan.
  6. csrc/transport/torch/c10d_transport.cc   The process group all-reduces them.
  7. step/optimizer_steps.py                  ``step()`` returns at once. Its updates, the parameters and the optimizer's
@@ -66,8 +66,8 @@ class Session(TrainingSession):
         progress: Progress | None = None,
         guard: FailureGuard | None = None,
     ) -> None:
-        """``parameters``: those whose gradients are sent. They may change; ``setup`` and ``given`` stay. ``progress``:
-        of the session before."""
+        """``parameters``: those whose gradients are sent. They may change from session to session; ``setup`` and
+        ``given`` stay. ``progress``: of the previous session."""
         accepted, optimizers, options, group = setup.accepted, setup.optimizers, setup.options, setup.group
         ddps = [] if accepted.ddp is None else [accepted.ddp]
         super().__init__(group, "overlap" if optimizers else "hook", progress or Progress(NoSyncBlocks(ddps)))
@@ -166,29 +166,29 @@ class Session(TrainingSession):
 
     @property
     def long_frozen(self) -> set[int]:
-        """Ids of parameters that have been frozen on all ranks for so long that they need not be sent; the same on
-        every rank."""
+        """Ids of parameters that have been frozen on all ranks for so many steps that they need not be sent; the same
+        on every rank."""
         return self.cycle.gradients.arrived.long_frozen
 
     def share_out(self, balancing: Balancing) -> None:
-        """The ranks' shares of a batch follow what they report."""
+        """Adapts the ranks' shares of a batch to their reports."""
         reports = self.controller.meter.reports
         balancing.begin_session(self.exchange, reports.lag, reports.turns)
         self.controller.balancing = balancing
 
     def send_nothing(self) -> None:
-        """Takes part in a step without a backward pass of this rank's."""
+        """Takes part in a step without a backward pass on this rank."""
         with self.cycle.lock:
             self.cycle.gradients.send_nothing()
 
     def leave_reduction_to_ddp(self, leave: bool) -> None:
-        """``leave``: from now on DDP reduces the gradients itself. Otherwise gradcast does so again."""
+        """Makes DDP reduce the gradients itself from now on; without ``leave``, gradcast does so again."""
         self.flush()
         self.cycle.gradients.used_unsynchronized.clear()
         self.cycle.ddp_reduces = leave
 
     def abandon(self) -> None:
-        """In a forked child, nothing waits any more."""
+        """Ends all waits, in a forked child."""
         self.cycle.lock = threading.RLock()
         parameter_state.release(self.cycle.gradients.states)
         self.released = self.report.released = True

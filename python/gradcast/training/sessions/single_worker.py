@@ -1,5 +1,5 @@
 """A single worker: nothing is sent. The warm-up steps are measured, so that their profile can be used to plan for more
-workers (``gradcast simulate``). After them nothing of gradcast is left in the training loop.
+workers (``gradcast simulate``). After them gradcast takes no part in the training loop.
 """
 
 import contextlib

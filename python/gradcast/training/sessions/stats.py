@@ -19,7 +19,7 @@ MEANINGS = {
         "blocks": "per iteration",
         "bytes": "of gradients per iteration",
         "wire": 'wire format, lossy unless `"fp32"`',
-        "wire_bytes": "bytes that travel in it",
+        "wire_bytes": "bytes sent in it",
         "local_steps": 'the settings, the last decision of `LocalSteps(every="auto")` (`pace`: `step`, `gap`, `why`), '
         "`rounds` so far, `steps_in_round`, the fragments `in_flight`, `bytes_per_round`, and `state_bytes` kept "
         "beside the model; `measured_ms` and `exposed_ms` are then means over the last round",
@@ -29,21 +29,21 @@ MEANINGS = {
         "predicted_ms": "a step as predicted for this plan; None during warm-ups",
         "bound_ms": "lower bound: no plan can be faster",
         "compute_ms": "backward + forward + update as the warm-up measured them",
-        "exposed_ms": "what the training thread waited for the network, median per step; on a GPU an upper bound",
+        "exposed_ms": "wait of the training thread for the network, median per step; on a GPU an upper bound",
         "exposed": "by stage (`backward`, `loop`, `forward`): how long it delays the group, median of the last 64 "
         "steps, and the rank that ends it last; the stages add up to the slowest rank's step",
     },
     "Gain": {
         "expected_gain": "predicted speed as a multiple of DDP's with its best bucket size",
         "measured_gain": "the same from the trials of the DDP baseline during training",
-        "runs_as_ddp": "gradients travel as DDP sends them, because nothing is to be gained",
+        "runs_as_ddp": "gradients are sent as DDP sends them, because nothing is to be gained",
         "tries_ddp": "they do so in this step, in a trial",
         "slowest_rank": "a rank that computes at least a tenth longer than the others",
     },
     "Alarms": {
         "alarms": "those that last, with the fields of `gradcast.alarms.Alarm`",
         "observed": "the last step that was judged: `step`, `step_ms` of the slowest rank, `compute_ms` and `data_ms` "
-        "by rank, `link_ms` while blocks travelled, `expected_ms`, `expected_link_ms`; `gradcast watch` reads it",
+        "by rank, `link_ms` while blocks were in flight, `expected_ms`, `expected_link_ms`; `gradcast watch` reads it",
     },
     "Cost and memory": {
         "update_calls": "calls of the optimizer per step, median; updates run in parts",
@@ -61,7 +61,7 @@ KEYS = [*(key for group in MEANINGS.values() for key in group), "snapshots", "wa
 
 
 def base_stats(step: int, mode: str, group: Group, profile: _core.Profile | None) -> dict[str, Any]:
-    """What every session knows; None for everything else."""
+    """The values that every session knows; None for everything else."""
     compute_ms = None if profile is None else compute_ns(profile) / 1e6
     known = {"step": step, "mode": mode, "world_size": group.world_size, "compute_ms": compute_ms}
     known["hosts"] = {"count": group.hosts.count, "ranks_per_host": group.hosts.ranks_per_host}

@@ -1,4 +1,4 @@
-"""A step of a session: backward, ``step()``, and the uses of what is not finished yet."""
+"""A step of a session: backward, ``step()``, and the uses of pending tensors."""
 
 import contextlib
 import threading
@@ -25,22 +25,22 @@ from gradcast.training.step.rank_consistency import RankConsistency
 
 
 class FailureGuard:
-    """Around what waits for other ranks. Default: what fails on the network is raised. ``has_failed``: something has,
-    and nothing is sent any more."""
+    """Contexts around waits for other ranks. Default: network failures are raised. ``has_failed``: something has
+    failed, and nothing is sent any more."""
 
     has_failed = False
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Otherwise a failure is reported, and the step is given up."""
+        """Context in which a failure is reported, and the step is given up; by default, it is raised."""
         return contextlib.nullcontext()
 
     def leaving(self) -> contextlib.AbstractContextManager[None]:
-        """As ``reporting``, and a session of which something has failed ends."""
+        """The same as ``reporting``; a session in which something has failed also ends."""
         return contextlib.nullcontext()
 
 
 class ForwardTime:
-    """When the forward passes before a backward pass ran. ``is_seen``: the module's own forward was called."""
+    """The time of the forward passes before a backward pass. ``is_seen``: the module's own forward was called."""
 
     def __init__(self, trace: StepTrace, warn_once: Callable[..., None]) -> None:
         self._trace, self._warn_once = trace, warn_once
@@ -63,7 +63,7 @@ class ForwardTime:
 
     def take(self, now_ns: int, waited_until_ns: int | None) -> int:
         """Returns when backward of the step has begun, and forgets the passes. ``waited_until_ns``: on a device,
-        forward ends for the ranks when all that it reads has arrived."""
+        forward ends for the ranks when everything that it reads has arrived."""
         start_ns = waited_until_ns or self._end_ns or now_ns
         if self._end_ns and self._starts_ns:
             self._trace.span("forward", min(self._starts_ns.values()), start_ns)
@@ -74,8 +74,8 @@ class ForwardTime:
 
 
 class StepCycle:
-    """Listens to the gradients (GradientHooks), and owns pending tensors (pending.Owner). ``ddp_reduces``: inside
-    ddp.join()."""
+    """The listener of the gradients (GradientHooks), and the owner of pending tensors (pending.Owner). ``ddp_reduces``:
+    inside ddp.join()."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class StepCycle:
 
     def complete(self) -> bool:
         """Waits for the open gradients and runs all pending updates. Returns whether everything is complete. A backward
-        pass that runs goes on, on another thread or around a signal handler that calls this; its gradients are not for
-        the caller yet."""
+        pass that runs, on another thread or around a signal handler that calls this, continues; its gradients are not
+        for the caller yet."""
         self.controller.meter.interrupted = True
         self.steps.complete_all_updates()
         self.reads.completed()
@@ -167,8 +167,8 @@ class StepCycle:
             return True
 
     def gradient_read(self, tensor: torch.Tensor, *, zeroing: bool) -> None:
-        """If this rank has not used the parameter, whether it has a gradient is known when that has arrived. While
-        another thread updates the parameter, ``.grad`` is what the optimizer is given."""
+        """Waits if this rank has not used the parameter: only its arrived gradient shows whether it has one. While
+        another thread updates the parameter, ``.grad`` is the input of the optimizer."""
         if zeroing and not self.steps.updating:
             return
         with self.lock:
@@ -184,19 +184,19 @@ class StepCycle:
         return not self.guard.has_failed and not self.ddp_reduces
 
     def reduces(self, forward: ForwardPass | None) -> bool:
-        """Whether the backward pass that runs is reduced. ``forward``: whose output it goes through, if known."""
+        """Returns whether the running backward pass is reduced. ``forward``: whose output it goes through, if known."""
         return self.sends and self.progress.no_sync_blocks.reduces(forward)
 
     def signature(self, fingerprint: int, forward: ForwardPass | None) -> Sequence[float]:
-        """The marks of a backward pass that begins. ``fingerprint``: of the parameters."""
-        # A device's values are not read. In hook mode only the program knows when it updates: no pass counts on there.
+        """The signature of a backward pass that begins (rank_consistency.py). ``fingerprint``: of the parameters."""
+        # A device's values are not read. In hook mode only the program knows when it updates: passes are not counted.
         if self.gradients.exchange.on_device:
             fingerprint = self.progress.steps if self.controller.proposer.mode == "overlap" else self._iteration
         return self.consistency.begin_pass(self._iteration, fingerprint, forward)
 
     def on_backward_begin(self) -> None:
-        """The first gradient of a step exists. Opens an iteration."""
-        if self.guard.has_failed:  # while it waited for gradients of the pass before
+        """Opens an iteration: the first gradient of a step exists."""
+        if self.guard.has_failed:  # while it waited for gradients of the previous pass
             return
         with self.guard.reporting(), self.lock:
             now_ns, controller, weights = self.trace.now(), self.controller, self.gradients.weights
@@ -228,8 +228,8 @@ class StepCycle:
             self.trace.begin(StepRecord(self.progress.steps, self._iteration, plan, profile, start_ns))
 
     def _host_waited_until_ns(self) -> int | None:
-        """Waits for blocks that are still in flight when the host comes here: because forward needed none of what they
-        carry, or on a device, where they may stay so unless their times count. None if there were none."""
+        """Waits for blocks still in flight: forward needed none of their tensors, or on a device they may stay in
+        flight unless their times count. Returns the end of the wait; None without such blocks."""
         start_ns, exchange = time.perf_counter_ns(), self.gradients.exchange
         times_blocks = self.controller.phase.times_blocks
         if not (exchange.wait_until_idle() if times_blocks else exchange.wait_for_turn()):
@@ -240,16 +240,16 @@ class StepCycle:
 
     @property
     def times_gradients(self) -> bool:
-        """Whether ``on_gradient_sent`` must be called for each gradient."""
+        """True if ``on_gradient_sent`` must be called for each gradient."""
         return self.controller.warmup is not None
 
     def on_gradient_sent(self, index: int, *, used: bool) -> None:
-        """A gradient, or what is sent with the gradients, is in the buffer. ``used``: backward has made it."""
+        """Notes that a gradient, or a tensor sent with them, is in the buffer. ``used``: backward has made it."""
         if self.controller.warmup is not None:
             self.controller.warmup.stopwatch.ready(index, used=used)
 
     def on_backward_end(self) -> None:
-        """All gradients of the step have been sent."""
+        """Ends a backward pass: all gradients of the step have been sent."""
         with self.guard.leaving(), self.lock:
             self.progress.no_sync_blocks.on_reduced()
             now_ns = self.trace.now()
@@ -266,13 +266,13 @@ class StepCycle:
                 self._end_step()
 
     def on_backward_failure(self) -> None:
-        """The backward pass of the open step has failed before all gradients existed."""
+        """Notes that the backward pass of the open step has failed before all gradients existed."""
         self.consistency.on_backward_failure(self._iteration)
 
     def wait_for_gradients(self) -> None:
         """Waits until all gradients of the open step have arrived."""
         graph_capture.refuse_capture(self.controller.group.device)
-        # Gradients that were used have arrived, and what that has waited is counted there.
+        # Gradients that were used have arrived, and the wait for them is counted there.
         used = self.gradients.values_used
         counted = contextlib.nullcontext() if used else self.waits.at(Cause.SECOND_BACKWARD, in_forward=True)
         with self.guard.reporting(), self.lock, counted, self.trace.timed("wait"):
@@ -282,13 +282,13 @@ class StepCycle:
             self.gradients.open = False
 
     def stop_watching_reads(self) -> None:
-        """Reads of parameters are no longer those of forward, or of the loop."""
+        """Ends the watch: reads of parameters are no longer those of forward, or of the loop."""
         self.reads.stop()
 
     # --- step() ---
 
     def on_step(self, number: int) -> None:
-        """``step()`` of this optimizer, in place of the update."""
+        """Handles ``step()`` of this optimizer, in place of the update."""
         with self.lock:
             self.steps.complete_updates_of(number)  # by a second step() with the same gradients
             has_ended = self.gradients.open and self._take_gradients(number)
@@ -313,7 +313,7 @@ class StepCycle:
             return ended
 
     def use_gradients(self) -> None:
-        """The program uses gradients between backward and ``step()``."""
+        """Waits for gradients that the program uses between backward and ``step()``, and clips if requested."""
         self._await_gradients(self.trace.now())
         self.gradients.values_used = True
         self.steps.clipping.clip_asked()
@@ -335,13 +335,13 @@ class StepCycle:
         self.forget_late_updates()  # also for a module that is trained by another method, whose forward is not seen
 
     def forget_late_updates(self) -> None:
-        """What forward reads from now on is up to date."""
+        """Forgets late updates: forward reads current values from now on."""
         for state in self._late:
             state.updated_late = False
         self._late.clear()
 
 
 def _measured(controller: PlanLoop, category: str) -> contextlib.AbstractContextManager[Any]:
-    """Around what is not compute in the sense of a profile; ``category``: see Stopwatch.timed."""
+    """Context around work that is not compute in the sense of a profile; ``category``: see Stopwatch.timed."""
     warmup = controller.warmup
     return contextlib.nullcontext() if warmup is None else warmup.stopwatch.timed(category)

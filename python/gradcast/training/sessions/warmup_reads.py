@@ -1,7 +1,7 @@
-"""What the steps of a warm-up show of reads: when each parameter is first used, in forward or by the loop before it.
+"""Reads in the steps of a warm-up: when each parameter is first used, in forward or by the loop before it.
 
-In a warm-up ``step()`` waits for everything. What would wait otherwise is used early all the same, so that the plan,
-and what is expected of it, are for the step as the program takes it.
+In a warm-up ``step()`` waits for everything. Uses that would wait otherwise count as early all the same, so that the
+plan and its expectations are for the step as the program takes it.
 
 Thread safety: under the session's lock.
 """
@@ -28,13 +28,13 @@ class WarmupReads:
         return self._controller.warmup
 
     def stop(self) -> None:
-        """Backward or another pass begins: reads are no longer those of forward or of the loop."""
+        """Ends the watch: backward or another pass begins, so reads are no longer those of forward or of the loop."""
         if self._warmup is not None:
             self._warmup.stop_watching()
 
     @contextlib.contextmanager
     def around_step(self, number: int) -> Iterator[None]:
-        """Put this around a synchronous step of this optimizer."""
+        """Context around a synchronous step of this optimizer."""
         reason, held = self._steps.reason_to_wait(number), self._steps.optimizers[number].held()
         before_ns = self._trace.waited_ns
         yield
@@ -45,18 +45,18 @@ class WarmupReads:
             self._note_early(Cause.HELD, held)
 
     def loop_begins(self) -> None:
-        """All optimizers have taken their step: until forward begins, reads are the program's own."""
+        """Watches the program's own reads until forward begins: all optimizers have taken their step."""
         if self._warmup is not None:
             self._warmup.watch_reads(self._on_early_read, early=True)
 
     def completed(self) -> None:
-        """The program has completed the step, to read parameters in ways that cannot be seen."""
+        """Notes that the program has completed the step, to read parameters in ways that cannot be seen."""
         if self._warmup is not None and self._warmup.watches_early:
             self._warmup.stop_watching()
             self._note_early(Cause.COMPLETION, self._states)
 
     def forward_begins(self, *, compiled: bool) -> None:
-        """Forward of a training step. ``compiled``: of a model as a whole, whose reads are not seen."""
+        """Watches forward of a training step. ``compiled``: of a model as a whole, whose reads are not seen."""
         if self._warmup is None:
             return
         if not compiled:
@@ -64,7 +64,7 @@ class WarmupReads:
         elif self._controller.proposer.mode == "overlap":
             self._warmup.read_by_compiled_model()
             self._waits.would_wait(Cause.COMPILED)
-        # Norms and buffers travel behind the parameters. Forward, or its first update, needs them.
+        # Norms and buffers are sent behind the parameters. Forward, or its first update, needs them.
         for index in range(len(self._states), len(self._controller.exchange.buffers.names)):
             self._warmup.stopwatch.read(index)
 
@@ -75,5 +75,5 @@ class WarmupReads:
     def _note_early(self, cause: Cause, states: Sequence[ParameterState]) -> None:
         for state in states:
             self._warmup.stopwatch.read_early(state.index)
-        if cause is not Cause.GRADIENTS:  # counted where they were used, which has waited
+        if cause is not Cause.GRADIENTS:  # counted at their use, which has waited
             self._waits.would_wait(cause)

@@ -1,1 +1,1 @@
-"""The way of a gradient through one step: from autograd into the buffer, over the network, into the update."""
+"""The path of a gradient through one step: from autograd into the buffer, over the network, into the update."""

@@ -1,5 +1,5 @@
-"""Gradients that have arrived: ``.grad`` becomes what the ranks agree on, also where this rank has not used the
-parameter.
+"""Gradients that have arrived: ``.grad`` becomes the value that all ranks agree on, also where this rank has not used
+the parameter.
 
 Thread safety: under the session's lock.
 """
@@ -23,7 +23,7 @@ _LONG_FROZEN_STEPS = 64
 
 class ArrivedGradients:
     """The gradients of ``table`` that have arrived. ``any_unusual``: in this step, this rank has not used a parameter,
-    or a ``.grad`` lies apart from the buffer."""
+    or a ``.grad`` has memory of its own."""
 
     any_unusual = False
 
@@ -46,7 +46,7 @@ class ArrivedGradients:
     def wait_for(self, states: Sequence[ParameterState]) -> None:
         """Waits until these gradients have arrived, and notes all that have. REQUIRES: all have been sent."""
         self.note()
-        # The message tells whether the ranks' gradients belong together.
+        # The message shows whether the ranks' gradients belong together.
         missing = self._table.missing([self._message.index, *extension.load().indices_of(states)])
         if missing:
             self._table.note_arrived(self._exchange.wait(missing))
@@ -58,8 +58,8 @@ class ArrivedGradients:
         self._table.note_arrived(self._exchange.newly_arrived())
 
     def settle(self, states: Sequence[ParameterState]) -> None:
-        """Makes ``.grad`` what the ranks agree on, also if this rank has not used the parameter. REQUIRES: these
-        gradients and the step message have arrived."""
+        """Makes ``.grad`` the value that all ranks agree on, also if this rank has not used the parameter. REQUIRES:
+        these gradients and the step message have arrived."""
         self._consistency.on_arrival()
         self.finish(states)
         unusual = extension.load().unusual(states) if self.any_unusual else []
@@ -80,13 +80,13 @@ class ArrivedGradients:
         self._weights.finish(state.index for state in states)
 
     def copy_arrived(self, state: ParameterState) -> None:
-        """Copies the sum into a ``.grad`` that lies apart from the buffer. REQUIRES: this gradient has arrived."""
+        """Copies the sum into a ``.grad`` outside of the buffer. REQUIRES: this gradient has arrived."""
         if state.copy_due:
             state.copy_due = False
             _copy(self._exchange.buffers.views[state.index], into=state.visible_grad)
 
     def _restore(self, state: ParameterState, locally_unused: LocallyUnused) -> None:
-        """No rank has used the parameter: its ``.grad`` is the one of before the step."""
+        """Restores the ``.grad`` of before the step, as no rank has used the parameter."""
         if locally_unused.was_view:
             _copy(locally_unused.grad_before, into=state.visible_grad)
             return
@@ -95,7 +95,7 @@ class ArrivedGradients:
             state.parameter.grad = locally_unused.grad_before
 
     def drop_released(self, states: Sequence[ParameterState]) -> None:
-        """Drops gradients that lie apart from the buffer once the program has released them, with zero_grad()."""
+        """Drops gradients outside of the buffer once the program has released them, with zero_grad()."""
         apart = self._exchange.buffers.apart
         for state in [state for state in states if state.index in apart] if apart else ():
             if state.parameter.grad is not state.visible_grad:

@@ -30,8 +30,8 @@ class ForwardPass:
 
 
 class BackwardPasses:
-    """``running``: the pass that runs, if its end is awaited. ``opened``: the one that has made the open gradients.
-    ``ended``: the last one that has ended with gradients."""
+    """The backward passes of a session. ``running``: the pass that runs, if its end is awaited. ``opened``: the one
+    that has made the open gradients. ``ended``: the last one that has ended with gradients."""
 
     def __init__(self) -> None:
         self.running = self.opened = self.ended = NO_TASK
@@ -42,7 +42,7 @@ class BackwardPasses:
         self._graphs: list[tuple[nn.Module, weakref.ref]] = []
 
     def watch_output(self, module: nn.Module, output: Any, on_start: WeakHook) -> None:
-        """A forward pass of ``module`` has returned this. ``on_start`` is called before backward makes any gradient.
+        """Watches the output of a forward pass of ``module``. ``on_start`` is called before backward makes a gradient.
 
         If backward goes another way (a loss that the module keeps to itself), the first gradient shows it.
         """
@@ -56,12 +56,12 @@ class BackwardPasses:
             self._graphs.append((module, weakref.ref(on_start)))  # lives as long as the graph
 
     def is_expected(self, module: nn.Module) -> bool:
-        """Whether a forward pass of ``module`` since the last backward pass has left a graph that is still alive."""
+        """Returns whether a forward pass of ``module`` since the last backward pass has left a living graph."""
         self._graphs = [each for each in self._graphs if each[1]() is not None]
         return any(called is module for called, _ in self._graphs)
 
     def goes_through(self, forward: ForwardPass) -> bool:
-        """Notes that the current pass comes through the output of this forward pass. False if that is known."""
+        """Notes that the current pass comes through the output of this forward pass. Returns False if that is known."""
         task = current()
         if task == self.running and self._through is not None and self._through[1] == forward:
             return False
@@ -76,17 +76,17 @@ class BackwardPasses:
         return self._through[1] if is_known else None
 
     def open(self) -> None:
-        """The pass that runs makes the open gradients."""
+        """Notes that the pass that runs makes the open gradients."""
         self.opened = self.running
         self._graphs.clear()
 
     def opened_at(self, first: nn.Parameter) -> None:
-        """``first``: the first parameter with a gradient. On a device, hooks run on a thread of autograd's own, not on
-        the one that has called backward."""
+        """Notes the thread of the open pass. ``first``: the first parameter with a gradient. On a device, hooks run on
+        a thread of autograd's own, not on the one that has called backward."""
         self._opening_thread = threading.get_ident() if first.is_cpu else self._forward_thread
 
     def end(self) -> None:
-        """The pass that makes the open gradients has ended."""
+        """Notes the end of the pass that makes the open gradients."""
         self._opening_thread = None
 
     def refuse_inside(self) -> None:

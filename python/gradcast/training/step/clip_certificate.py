@@ -50,8 +50,8 @@ class ClipCertificate:
         self._total_growth = _growth(adds, norm_type, torch.float32) * (1 + 8 * eps) + _SLACK
 
     def bounds(self, sums: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        """Upper bounds of the norms that torch computes for what arrives. ``sums``: of the ranks' own norms. What
-        arrives is multiplied by ``factor``."""
+        """Upper bounds of the norms that torch computes for the gradients that arrive, which are multiplied by
+        ``factor``. ``sums``: of the ranks' own norms."""
         bounds = sums.double() * self._factors + self._offsets
         # One more rounding of each element, and one more underflow.
         return bounds if factor == 1.0 else bounds * (factor * (1 + self._eps)) + self._offsets
@@ -65,14 +65,14 @@ class ClipCertificate:
         return torch.linalg.vector_norm(bounds, self._norm_type) * self._total_growth
 
     def hold(self, bounds: torch.Tensor) -> torch.Tensor:
-        """Whether the factor is certainly 1, one element. False if a bound is NaN."""
+        """One element: True if the factor is certainly 1. False if a bound is NaN."""
         return self.total(bounds) <= self._limit
 
 
 def _inflation(
     parameter: torch.Tensor, norm_type: float, world_size: int, wire: str, sent_in: torch.dtype
 ) -> tuple[float, float]:
-    """What the sum of the ranks' norms must be multiplied by, and then increased by."""
+    """The factor of the sum of the ranks' norms, and the number that is then added."""
     dtype, count = parameter.dtype, parameter.numel()
     # torch's kernel for the 2-norm of these types; all others add up element by element.
     is_vectorized = norm_type == 2 and dtype in (torch.float32, torch.bfloat16) and parameter.is_contiguous()
@@ -88,7 +88,7 @@ def _inflation(
 
 
 def _of_sum(dtype: torch.dtype, world_size: int, wire: str) -> tuple[float, float]:
-    """The largest ratio of the exact sum over the ranks to the one that arrives, and what may count as 0 in it."""
+    """The largest ratio of the exact sum over the ranks to the arrived one, and the size that may count as 0 in it."""
     info = torch.finfo(dtype)
     ratio, smallest = (1 + info.eps) ** world_size, info.tiny * info.eps
     if dtype == torch.float32 and wire in _WIRE_DTYPES:
@@ -107,7 +107,7 @@ def _growth(adds: float, norm_type: float, dtype: torch.dtype) -> float:
 
 
 def _longest_sum(count: int, device: torch.device, *, is_vectorized: bool) -> float:
-    """At most so many of ``count`` terms are added one after the other by torch's norms."""
+    """The largest number of ``count`` terms that torch's norms add up one after the other."""
     if device.type == "cuda":  # at most 512 per thread, then in a tree; sums of blocks once more (not run on a GPU)
         return 512 + count / 2**17
     if is_vectorized and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):

@@ -1,10 +1,10 @@
 """Clipping inside a deferred step. The numbers are those of torch.
 
-The options have every step clipped. The program may also ask for it between backward and ``step()``, and then gradients
-are clipped when they are first used (early_clipping.py).
+The options clip every step. The program may also ask for it between backward and ``step()``, and then gradients are
+clipped when they are first used (early_clipping.py).
 
 Every rank holds the same averaged gradients, so no rank has to ask another one. The norms of gradients that have
-arrived are computed while others still travel. If a bound for the others certifies that nothing is clipped
+arrived are computed while others are still in flight. If a bound for the others certifies that nothing is clipped
 (clip_certificate.py), updates go on as without clipping. Otherwise the first update waits for all gradients.
 """
 
@@ -41,8 +41,8 @@ def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
 
 
 class ClipOnce:
-    """torch's own clipping as the options ask for it, once per step: before the first of the optimizers updates, or
-    before, when the program asks for it."""
+    """torch's own clipping by the options, once per step: before the first of the optimizers updates, or earlier, when
+    the program asks for it."""
 
     def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
         self._modules, self._options = list(modules), options
@@ -60,12 +60,12 @@ class ClipOnce:
         self._due = False
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:
-        """As EarlyClipping.covers; torch clips what it is given, so any parameters count as all."""
+        """See EarlyClipping.covers; torch clips what it is given, so any parameters count as all."""
         own = set(map(id, self._parameters()))
         return True if any(id(each) in own for each in parameters) else None
 
     def clip(self, parameters: Sequence[torch.Tensor], *, refuse_nonfinite: bool) -> torch.Tensor | None:
-        """As EarlyClipping.clip, at once."""
+        """See EarlyClipping.clip; this clips at once."""
         self._due = False
         return clip_as_torch(self._options, parameters, refuse_nonfinite)
 
@@ -77,7 +77,7 @@ class ClipOnce:
 
 
 def clip_as_torch(options: Options, parameters: Any, refuse_nonfinite: bool = False) -> torch.Tensor | None:
-    """torch's own clipping of what ``.grad`` holds. Returns the norm, None if values are clipped."""
+    """Clips ``.grad`` by torch's own functions. Returns the norm, None if values are clipped."""
     if options.clip.norm is not None:
         max_norm, norm_type = options.clip.norm, options.clip.norm_type
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=refuse_nonfinite)
@@ -100,13 +100,13 @@ class ValueClipping:
         self.done = self.done or not (self.asked or self._unasked)
 
     def clip(self, states: Sequence[ParameterState]) -> None:
-        """Clips what the update of these parameters reads."""
+        """Clips the gradients that the update of these parameters reads."""
         if not self.done:
             clip_values([each.update_grad for each in states if each.update_grad is not None], self._max_value)
 
     def clip_as_they_are(self, states: Sequence[ParameterState]) -> None:
-        """Clips what ``.grad`` holds, if the program has replaced gradients."""
-        if self.asked:  # what has replaced them since stays as it is
+        """Clips the tensors in ``.grad``, if the program has replaced gradients."""
+        if self.asked:  # tensors that have replaced them since stay as they are
             self.clip(states)
         elif not self.done:
             gradients = [state.parameter.grad for state in states if state.parameter.grad is not None]
@@ -116,9 +116,9 @@ class ValueClipping:
 class NormClipping(pending.Owner):
     """``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` in pieces.
 
-    ``message``: with the norms of what the ranks send. ``done``: the gradients of the open step are clipped, or
-    certainly need not be. ``total_norm``: of the last clipped step, before clipping. ``may_certify``: otherwise the
-    plan waits for all gradients, because certificates gain nothing.
+    ``message``: with the norms of the gradients that the ranks send. ``done``: the gradients of the open step are
+    clipped, or certainly need not be. ``total_norm``: of the last clipped step, before clipping. ``may_certify``:
+    otherwise the plan waits for all gradients, because certificates gain nothing.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class NormClipping(pending.Owner):
         world_size: int,
         factor: Callable[[], float],
     ) -> None:
-        """``factor``: waits for what the sums of the open step are multiplied by."""
+        """``factor``: waits for, and returns, the factor of the sums of the open step."""
         self._states, self._buffers, self.message, self._factor = states, buffers, message, factor
         self._options = options
         self._certificate = None
-        # The certificate does not know what rounding has left of earlier gradients.
+        # The certificate does not know the residuals of earlier gradients.
         if self.norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
             parameters = [state.parameter for state in states]
             max_norm, norm_type = options.clip.norm, self.norm_type
             self._certificate = ClipCertificate(parameters, max_norm, norm_type, world_size, options.wire)
-        self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of what has arrived
+        self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of the arrived gradient
         self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
         self._proofs = LaterRead()  # of certified steps: the factor and the norm
@@ -150,23 +150,23 @@ class NormClipping(pending.Owner):
 
     @property
     def norm_type(self) -> float:
-        """As torch knows it."""
+        """The type of the norm, in the notation of torch."""
         return float(self._options.clip.norm_type)
 
     @property
     def asked(self) -> bool:
-        """Whether the program has asked for the clipping before ``step()``."""
+        """True if the program has asked for the clipping before ``step()``."""
         return self._asked is not None
 
     def begin_step(self) -> None:
-        """Gradients of a new step travel."""
+        """Begins a step, of which gradients are in flight."""
         self._norms.clear()
         self._keep_promise(None)
         self._asked = None
         self.done = self.certified = False
 
     def ask(self, order: Sequence[ParameterState], finish: Callable[[], None], refuse_nonfinite: bool) -> torch.Tensor:
-        """The program asks for the clipping before ``step()``. Returns the norm, which is pending until it is known.
+        """Notes that the program asks for clipping before ``step()``. Returns the norm, which is pending until known.
 
         ``order``: all parameters. ``finish``: has the gradients clipped. ``refuse_nonfinite``: clipping raises if the
         norm is NaN or inf.
@@ -184,11 +184,11 @@ class NormClipping(pending.Owner):
 
     @property
     def is_promised(self) -> bool:
-        """Whether the program has a norm that is not known yet."""
+        """True if the program has a norm that is not known yet."""
         return self._asked is not None and self._asked.promised is not None
 
     def _keep_promise(self, norm: torch.Tensor | None) -> None:
-        """None: the norm will never be known, and stays NaN."""
+        """Writes the norm into the tensor that the program has. None: it will never be known, and stays NaN."""
         if self.is_promised:
             promised, self._asked.promised = self._asked.promised, None
             pending.clear([promised])
@@ -197,7 +197,7 @@ class NormClipping(pending.Owner):
                     promised.copy_(norm)
 
     def resolve(self, _tensors: list[torch.Tensor]) -> None:
-        """The program uses the promised norm."""
+        """Finishes the promised norm, which the program uses."""
         if self.is_promised:
             self._asked.finish()
 
@@ -215,20 +215,20 @@ class NormClipping(pending.Owner):
 
     @property
     def certifies(self) -> bool:
-        """Whether a certificate exists for this kind of norm."""
+        """True if a certificate exists for this kind of norm."""
         return self._certificate is not None
 
     def certify(self) -> None:
         """Sets ``certified`` if clipping certainly changes nothing. On a device the host waits until that is known.
-        REQUIRES: the message has arrived, ``compute_norms`` was called for gradients that have, and all
-        updates of the step are due."""
+        REQUIRES: the message has arrived, ``compute_norms`` was called for gradients that have, and all updates of the
+        step are pending."""
         with torch.no_grad():
             self.certified = self._have_expected_layout() and bool(self._certificate.hold(self._bounds(self._norms)))
         self.done = self.certified
 
     def finish_certified(self, step: int) -> None:
-        """All gradients of a certified step have arrived: the factor must be 1, or numbers are wrong. On a device that
-        is found out in the next such step, or in ``check_last_certificate``, so that the host does not wait."""
+        """Checks a certified step, of which all gradients have arrived: the factor must be 1, or numbers are wrong. On
+        a device the next such step, or ``check_last_certificate``, reads the result, so that the host does not wait."""
         factor = self._total_factor(deferred=True)
         if factor is not None:
             _check(self._proofs.exchange(torch.stack([factor.double(), self.total_norm.double()]), step))
@@ -251,12 +251,12 @@ class NormClipping(pending.Owner):
                 torch._foreach_mul_([state.update_grad for state in used], factor)
 
     def apply_to_replaced(self) -> None:
-        """Clips what ``.grad`` holds now: the program has replaced gradients that have arrived."""
+        """Clips the tensors in ``.grad``: the program has replaced gradients that have arrived."""
         self.done = True
         parameters = [state.parameter for state in self._states]
         self.total_norm = clip_as_torch(self._options, parameters)
 
-    # --- What is known of the last steps ---
+    # --- The record of the last steps ---
 
     def certified_share_if(self, arrived: Collection[str]) -> float:
         """The share of the last steps that would have been certified if gradcast had decided when the gradients of
@@ -279,7 +279,7 @@ class NormClipping(pending.Owner):
         }
 
     def sentence_once(self) -> str | None:
-        """What to log of the first 64 steps that were not synchronous; None before and afterwards."""
+        """The message about the first 64 steps that were not synchronous; None before and afterwards."""
         if self._told or sum(step.certified is not None for step in self._recorded) < _RECORDED_STEPS:
             return None
         self._told = True
@@ -290,7 +290,7 @@ class NormClipping(pending.Owner):
     # --- Parts ---
 
     def _total_factor(self, deferred: bool) -> torch.Tensor | None:
-        """What the gradients are multiplied by, one element; None if there are none. REQUIRES: all norms are known."""
+        """The factor of the gradients, one element; None if there are none. REQUIRES: all norms are known."""
         order = self._states if self._asked is None else self._asked.order
         used = [state for state in order if state.index in self._norms]
         if not used:
@@ -314,10 +314,10 @@ class NormClipping(pending.Owner):
         return torch.clamp(self._options.clip.norm / (self.total_norm + 1e-6), max=1.0)
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Bounds of all norms: the known ones, and for the others those that follow from what the ranks have sent."""
+        """Bounds of all norms: the known ones, and for the others those that follow from the ranks' messages."""
         bounds = self._certificate.bounds(self.message.norms[:-1], self._factor())
         for state in self._states:
-            # If no rank has used the parameter, what its .grad was before the step counts.
+            # If no rank has used the parameter, its .grad of before the step counts.
             before = state.locally_unused.grad_before if state.locally_unused is not None else None
             if before is not None:
                 own = self._certificate.bound_of(state.index, torch.linalg.vector_norm(before, self.norm_type))
@@ -325,7 +325,7 @@ class NormClipping(pending.Owner):
         return bounds if not known else bounds.index_copy(0, *_indexed(known, bounds))
 
     def _have_expected_layout(self) -> bool:
-        """Whether torch computes each norm over memory in the parameter's order, which the bound's rounding assumes."""
+        """True if torch computes each norm over memory in the parameter's order, which the bound's rounding assumes."""
         apart = [self._states[index] for index in self._buffers.apart]
         with torch._C.DisableTorchFunctionSubclass():
             return all(
@@ -337,8 +337,8 @@ class NormClipping(pending.Owner):
 
 @dataclasses.dataclass
 class _Asked:
-    """What the program has asked for. ``order``: in which torch adds up the norms. ``promised``: the norm that the
-    program has while it is not known, a tensor of one element, which ``finish`` has computed."""
+    """The program's request. ``order``: in which torch adds up the norms. ``promised``: the norm that the program has
+    while it is not known, a tensor of one element, filled by ``finish``."""
 
     order: Sequence[ParameterState]
     finish: Callable[[], None]
@@ -348,8 +348,8 @@ class _Asked:
 
 @dataclasses.dataclass(frozen=True)
 class _ClippedStep:
-    """``bounds``: of the norms, as known before any gradient had arrived; ``norms``: those. 1-d float64, by parameter.
-    ``certified``: None if nothing was to gain: the step was synchronous, or its plan waits."""
+    """One step. ``norms``: of its gradients; ``bounds``: of these norms, before any gradient had arrived. 1-d float64,
+    by parameter. ``certified``: None if nothing was to gain: the step was synchronous, or its plan waits."""
 
     bounds: torch.Tensor
     norms: torch.Tensor

@@ -3,7 +3,7 @@
 torch.compile guards on the class of each parameter. A pending parameter has another class, for which the module would
 be compiled again and again. A graph of torch.cuda.make_graphed_callables reads memory without any check.
 
-Options(split_compiled=True) splits what is compiled instead: a hook that no compiler looks into breaks the graph before
+Options(split_compiled=True) splits compiled code instead: a hook that no compiler looks into breaks the graph before
 each part of the model, and waits there for the part's own parameters.
 """
 
@@ -17,7 +17,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from gradcast.training.compat.module_hooks import UncopiedHook
 from gradcast.training.step import pending
 
-# A module with a larger share of all parameters is not one part, but those that its children are.
+# A module with a larger share of all parameters is not one part; its children are.
 _PART_SHARE_MAX = 0.25
 
 
@@ -25,7 +25,7 @@ class CompiledBlocks:
     """The compiled blocks of a module. Blocks may be compiled at any time: ``find`` runs before each forward pass."""
 
     def __init__(self, module: nn.Module, split: bool, measuring: Callable[[], bool]) -> None:
-        """``measuring``: whether this is a warm-up, in which every value is finished, pending or not."""
+        """``measuring``: returns whether this is a warm-up, in which every value is finished, pending or not."""
         self._modules, self._measuring = list(module.modules()), measuring
         self._hooks: dict[int, Any] = {}
         self._part_hooks: list[Any] = []
@@ -36,7 +36,7 @@ class CompiledBlocks:
 
     def find(self) -> None:
         """Finds blocks that were compiled or captured since the last call."""
-        # torch puts what it has compiled or captured into the module itself, as into few.
+        # torch stores compiled or captured code in the module's own __dict__, where few have any.
         marked = [each for each in self._modules if "forward" in (own := each.__dict__) or "_compiled_call_impl" in own]
         for module in marked:
             # block.compile()
@@ -48,13 +48,13 @@ class CompiledBlocks:
                 self._hooks[id(module)] = module.register_forward_pre_hook(UncopiedHook(self.resolve_first))
 
     def is_split(self, module: nn.Module) -> bool:
-        """Whether parts of this compiled module wait for their parameters in the pass that begins. Passes that do not
-        train may run code that was compiled before there were hooks."""
+        """Returns whether parts of this compiled module wait for their parameters in the pass that begins. Passes that
+        do not train may run code that was compiled before there were hooks."""
         return bool(self._left_to_parts) and module.training and torch.is_grad_enabled()
 
     @property
     def _left_to_parts(self) -> set[int]:
-        # A warm-up leaves all: code of an equal module, without the hooks, does not fit pending parameters.
+        # In a warm-up that is all: code of an equal module, without the hooks, does not fit pending parameters.
         return self._in_parts if self._measuring() else self._waiting
 
     def resolve_first(self, module: nn.Module, *_: Any) -> None:
@@ -98,7 +98,7 @@ class _ResolvingCall:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module itself is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
+    """Returns whether the module itself is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
@@ -119,5 +119,5 @@ def parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_graphed(module: nn.Module) -> bool:
-    """Whether the module's forward replays a CUDA graph. torch stores such a forward in the module itself."""
+    """True if the module's forward replays a CUDA graph. torch stores such a forward in the module itself."""
     return getattr(vars(module).get("forward"), "__module__", None) == "torch.cuda.graphs"

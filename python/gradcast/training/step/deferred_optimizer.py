@@ -21,8 +21,8 @@ from gradcast.training.step.step_settings import Read, StepSettings
 
 
 class DeferredOptimizer:
-    """``states``: the session's parameters that this optimizer updates. ``has_stepped``: it has taken the gradients of
-    the open step. ``guard``: of its state."""
+    """One optimizer in overlap mode. ``states``: the session's parameters that it updates. ``has_stepped``: it has
+    taken the gradients of the open step. ``guard``: of its state."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DeferredOptimizer:
     def intercept(
         self, on_step: Callable[[], None], flush: Callable[[], None], on_access: Callable[[], None], lock: Lock
     ) -> None:
-        """From now on ``step()`` calls ``on_step``, state_dict() ``flush``, and any use of the state ``on_access``."""
+        """Makes ``step()`` call ``on_step``, state_dict() ``flush``, and any use of the state ``on_access``."""
         self.interception = StepInterception(self.optimizer, on_step)
         self.interception.flush_before_state(flush)
         self.guard = OptimizerStateGuard(self.optimizer, on_access, lock)
@@ -73,7 +73,7 @@ class DeferredOptimizer:
         return [self.states[position] for position in sorted({*found, *shared})]
 
     def run_in_parts(self, parts: int, on_part: Callable[[], None]) -> None:
-        """A whole step in so many calls, after each of which ``on_part`` is called."""
+        """Runs a whole step in ``parts`` calls, after each of which ``on_part`` is called."""
         partial = PartialStep(self.optimizer, places=self._current_places())
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         size = -(-len(parameters) // parts)
@@ -94,13 +94,13 @@ class DeferredOptimizer:
 
     def is_compared(self, arrived: Sequence[ParameterState]) -> bool:
         """Returns whether the pending step is compared, and so not divided. ``arrived``: those of its parameters whose
-        gradients the host knows; used only when this is asked first."""
+        gradients the host knows; used only by the first call."""
         if self._partial.is_compared is None:
             self._partial.is_compared = self._comparison.is_due(arrived)
         return self._partial.is_compared
 
     def update(self, part: Sequence[ParameterState], *, elsewhere: bool, hidden: bool) -> None:
-        """One call of the optimizer. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards.
+        """Calls the optimizer once. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards.
 
         ``elsewhere``: on another thread than the one that trains. ``hidden``: other threads wait for the end.
         """
@@ -133,7 +133,7 @@ class DeferredOptimizer:
         run = functools.partial(partial.run, parameters, last=last, elsewhere=elsewhere)
         if partial.is_compared and last and parameters:
             run = functools.partial(self._comparison.run, partial, parameters, run)
-        if elsewhere:  # what begins meanwhile may be the training thread's
+        if elsewhere:  # operations that begin meanwhile may be the training thread's
             run()
             return
         before = self._operations_begun()

@@ -1,4 +1,4 @@
-"""Clipping that the program asks for between backward and ``step()``, as a framework does that clips by itself.
+"""Clipping that the program asks for between backward and ``step()``, as frameworks do that clip by themselves.
 
 Nothing waits there. The gradients are clipped when they are first used: by a deferred update, which waits for all only
 if the norm is not certified (clipping.py), by ``step()``, or by the program. The norm is a pending tensor until then.
@@ -16,8 +16,8 @@ from gradcast.training.step.optimizer_steps import OptimizerSteps
 
 
 class EarlyClipping:
-    """For a session that clips, and its lock. ``use_gradients``: what the session does when the program
-    uses gradients between backward and ``step()``."""
+    """The early clipping of one session, with its lock. ``use_gradients``: waits for gradients that the program uses
+    between backward and ``step()``."""
 
     def __init__(
         self, options: Options, steps: OptimizerSteps, lock: threading.RLock, use_gradients: Callable[[], None]
@@ -27,8 +27,8 @@ class EarlyClipping:
         self._lock, self._use_gradients = lock, use_gradients
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool | None:
-        """Whether these are all that the options clip together; None if they are others. Values of some parameters may
-        be clipped before those of others, so any of them count as all."""
+        """Returns whether these are all that the options clip together; None if they are others. Values of some
+        parameters may be clipped before those of others, so any of them count as all."""
         found = [self._gradients.table.of(parameter) for parameter in parameters]
         known = [state for state in found if state is not None]
         if not known:
@@ -58,7 +58,7 @@ class EarlyClipping:
             return clipping.ask([each for each in found if each is not None], self._finish, refuse_nonfinite)
 
     def _clip_now(self, parameters: Sequence[torch.Tensor], refuse_nonfinite: bool) -> torch.Tensor | None:
-        """The program has used or replaced the gradients, or they do not travel."""
+        """Clips at once: the program has used or replaced the gradients, or they are not in flight."""
         norm = clip_as_torch(self._options, parameters, refuse_nonfinite)
         if self._gradients.open:
             self._clipping.done = True

@@ -1,18 +1,18 @@
 """Flat gradient buffers: one per dtype, laid out in an agreed order, with one view per parameter.
 
-A block of a plan is a byte range of a buffer, so the layout decides which gradients can travel together. The memory is
+A block of a plan is a byte range of a buffer, so the layout decides which gradients can be sent together. The memory is
 allocated once; only the order of the views changes.
 
 Gradients begin at multiples of ALIGNMENT_BYTES, with zeros between them, and so do blocks that do not cut a gradient.
 Other tensors that are sent with them (step_message.py, module_buffers.py) have places of the same kind.
 
 With 8-bit numbers on the wire, fp32 gradients consist of **groups** of GROUP_ELEMENTS. Blocks cut no group, so the
-numbers that a group sends do not depend on the plan. What rounding has taken from a gradient is its **residual** (error
+numbers that a group sends do not depend on the plan. The rounding error of a gradient is its **residual** (error
 feedback), which moves with it.
 
 A program may keep a gradient beyond its step, because DDP gives each step new ones. A gradient that the program keeps
-is never overwritten: the buffer moves to other memory, once, and from then on that parameter's ``.grad`` lies **apart**
-from the buffer, in memory of its own, as with DDP.
+is never overwritten: the buffer moves to other memory, once, and from then on that parameter's ``.grad`` is
+**separate** from the buffer, in memory of its own, as with DDP.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from gradcast.training.compat import extension
 
 # NCCL and torch's kernels move 16 bytes at a time where they can; 32 bytes of fp32 are 16 on a 16-bit wire.
 ALIGNMENT_BYTES = 32
-# Names of tensors that travel with the gradients and are none begin with this.
+# Tensors that are sent with the gradients, but are none, have names that begin with this.
 PASSENGER_PREFIX = "gradcast."
 GROUP_ELEMENTS = 128  # kInt8GroupElements in int8_group.h
 
@@ -56,7 +56,7 @@ class GradientSizes:
 
     @property
     def order_of_warmup(self) -> list[int]:
-        """What is no gradient comes first, as it may be ready only where backward ends."""
+        """The order in a warm-up: other tensors before gradients, as they may be ready only where backward ends."""
         return sorted(range(len(self.names)), key=self.is_gradient)
 
     def is_gradient(self, index: int) -> bool:
@@ -75,7 +75,7 @@ class GradientSizes:
         return self.elements_of(index) * self.parameters[index].element_size()
 
     def unit_bytes_of(self, index: int) -> int:
-        """What a plan must not cut: an element or a group."""
+        """Size of the unit that a plan must not cut: an element or a group."""
         return self.parameters[index].element_size() * (GROUP_ELEMENTS if self.has_groups(index) else 1)
 
 
@@ -94,7 +94,7 @@ class GradientBuffers(GradientSizes):
         wire: str = "fp32",
         allocating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``allocating``: put around each allocation of a buffer."""
+        """``allocating``: the context of each allocation of a buffer."""
         super().__init__(names, parameters, wire)
         self._allocating = allocating
         self._world_size = world_size
@@ -130,7 +130,7 @@ class GradientBuffers(GradientSizes):
         """The segments of a buffer with groups, one by gradient: first element, number of elements, whether they are
         sent exactly, and the rank that sums the first group; the next ranks sum the next groups.
 
-        Gradients of one dimension (norms, biases) are sent exactly: they are few and sensitive. Who sums a group
+        Gradients of one dimension (norms, biases) are sent exactly: they are few and sensitive. The rank of a group
         depends neither on the layout nor on the plan.
         """
         return sorted(
@@ -140,7 +140,7 @@ class GradientBuffers(GradientSizes):
         )
 
     def are_in_place(self, indices: Sequence[int] | None) -> bool:
-        """Whether these views (None: all) still lie in the buffers."""
+        """Returns whether these views (None: all) still lie in the buffers."""
         if indices is None:
             return extension.load().lie_at(self.views, self.addresses)
         views, addresses = [self.views[index] for index in indices], [self.addresses[index] for index in indices]
@@ -151,12 +151,12 @@ class GradientBuffers(GradientSizes):
         self.views[index] = _view(flat, self.offsets[index], self.parameters[index])
 
     def is_kept(self) -> bool:
-        """Whether the program keeps a gradient that is no longer a ``.grad``, and that the next one would overwrite."""
+        """True if the program keeps a gradient that is no longer a ``.grad``, which the next one would overwrite."""
         held = extension.load().any_view_held(self.views, self.parameters)
         return held or not self.are_in_place(None)
 
     def keep_apart(self, indices: Iterable[int]) -> None:
-        """From now on the gradients of these parameters have memory of their own; the sums are copied there."""
+        """Gives the gradients of these parameters memory of their own from now on; the sums are copied there."""
         self.apart.update(indices)
 
     def lay_out(self, order: Sequence[int]) -> None:
@@ -166,8 +166,8 @@ class GradientBuffers(GradientSizes):
         buffer gets other memory. Makes new ``views``, zero unless the gradient has moved.
 
         Needs extra memory for the gradients that move, or for a buffer of which something is kept; it runs at the start
-        of backward, when memory use is highest. REQUIRES: nothing of the buffers travels, no update is due, and the
-        only references in Python to a view are ``views`` and those of the program.
+        of backward, when memory use is highest. REQUIRES: nothing of the buffers is in flight, no update is pending,
+        and the only references in Python to a view are ``views`` and those of the program.
         """
         kept = self._kept()
         self.keep_apart(kept)
@@ -238,7 +238,7 @@ def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Ten
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the strides visit numel() adjacent elements once each, in any order of the dimensions."""
+    """Returns whether the strides visit numel() adjacent elements once each, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n != 1):
         if stride != expected:

@@ -27,10 +27,10 @@ _WAIT_SLICE_NS = 100_000_000
 
 
 class GradientExchange:
-    """``buffers``: what travels. ``profile``, ``plan``: in force. ``order``: of the buffers: tensor k of the profile is
-    the gradient of parameter ``order[k]``. ``places``: by parameter, the index of its tensor, its buffer, and the bytes
-    there that are written with its gradient. ``on_device``: the host would wait for the values of what has arrived.
-    ``table``: a GradientTable that hands gradients over, if there is one."""
+    """The exchange of a session. ``buffers``: the tensors that are sent. ``profile``, ``plan``: in force. ``order``: of
+    the buffers: tensor k of the profile is the gradient of parameter ``order[k]``. ``places``: by parameter, the index
+    of its tensor, its buffer, and the bytes there that are written with its gradient. ``on_device``: the host would
+    wait for the values of arrived gradients. ``table``: a GradientTable that hands gradients over, if there is one."""
 
     def __init__(self, buffers: GradientBuffers, group: Group, options: Options, table: Any = None) -> None:
         self.buffers, self._table = buffers, table
@@ -80,14 +80,14 @@ class GradientExchange:
         self.views_changed()
 
     def views_changed(self) -> None:
-        """The table follows the buffers' views."""
+        """Makes the table follow the buffers' views."""
         if self._table is not None:
             self._table.follow_layout(self.buffers.views, self.places)
 
     def install_hooks(
         self, norm_type: float | None, on_gradient: Callable[[int], None], on_placed: Callable[[int], None]
     ) -> None:
-        """Hooks that hand gradients over as ``ready`` does, but without Python (gradient_table.h)."""
+        """Installs hooks that hand gradients over like ``ready``, but without Python (gradient_table.h)."""
         self._table.install(self._engine.sink, self._transport, norm_type, on_gradient, on_placed)
 
     def _set_groups(self) -> None:
@@ -96,15 +96,15 @@ class GradientExchange:
         self._kept_residuals: list[tuple[int, int]] = []  # of this step: buffer and first element
 
     def keep_residual(self, index: int) -> None:
-        """This rank has not used the parameter, so it does not send what rounding has left of earlier gradients."""
+        """Keeps the residual of a parameter that this rank has not used, and so does not send it."""
         if self.buffers.has_groups(index) and self.buffers.views[index].numel() > 0:
             where = self.buffers.buffer_of[index], self.buffers.offsets[index]
             self._transport.send_residual(*where, sends=False)
             self._kept_residuals.append(where)
 
     def wait_for_turn(self) -> bool:
-        """Waits until the next iteration may begin; as ``wait_until_idle``, but on a device blocks may be in its queue
-        afterwards. Whatever the current stream is given from now on runs behind them."""
+        """Waits until the next iteration may begin; like ``wait_until_idle``, but on a device blocks may be in its
+        queue afterwards. Work that the current stream is given from now on runs behind them."""
         if not self.on_device:
             return self.wait_until_idle()
         if not self._has_begun:
@@ -127,7 +127,7 @@ class GradientExchange:
         return iteration
 
     def ready(self, index: int) -> None:
-        """The gradient of this parameter is in its view."""
+        """Hands over the gradient of this parameter, which is in its view."""
         place = self.places[index]
         if self.on_device:
             self._transport.on_written(*place[1:])
@@ -139,7 +139,7 @@ class GradientExchange:
     def wait(self, indices: Sequence[int]) -> Sequence[int]:
         """Waits until the gradients of these parameters can be used: now, or on a device on the current stream.
 
-        Returns them; on a device with those that share a block with them. Raises what has failed on the network.
+        Returns them; on a device with those that share a block with them. Raises network failures.
         """
         tensors = [self.places[index][0] for index in indices]
         self._wait(lambda: self._engine.wait(tensors, _WAIT_SLICE_NS, queued=self.on_device))
@@ -156,8 +156,8 @@ class GradientExchange:
             self._transport.order_behind([(buffer, 0, flat.nbytes) for buffer, flat in enumerate(self.buffers.flats)])
 
     def wait_until_idle(self) -> bool:
-        """Makes the host wait until no block travels. Returns whether it had to wait. Raises what has failed on the
-        network. REQUIRES: all gradients exist."""
+        """Makes the host wait until no block is in flight. Returns whether it had to wait. Raises network failures.
+        REQUIRES: all gradients exist."""
         if not self._has_begun:
             return False
         had_to = self._engine.busy
@@ -196,7 +196,7 @@ class GradientExchange:
 
     @contextlib.contextmanager
     def waiting_at_most(self, limit_s: float | None) -> Iterator[None]:
-        """Inside, waits raise Error(communication) after ``limit_s``; with None, only what fails on the network."""
+        """Context in which waits raise Error(communication) after ``limit_s``; with None, only for network failures."""
         self._deadline_s = None if limit_s is None else time.monotonic() + limit_s
         try:
             yield

@@ -1,13 +1,13 @@
 """From autograd to the network: each gradient goes into the buffer and is pending until it has arrived.
 
 Hooks in C++ do that (gradient_table.h). Python is called for the first gradient of a pass, which opens the step, where
-backward ends, and for what is not ordinary: ``_on_gradient``.
+backward ends, and for unusual gradients: ``_on_gradient``.
 
 Meanwhile ``.grad`` is the view of the buffer; or, for a gradient that the program keeps, the tensor that autograd has
-made, into which the sum is copied when it arrives (gradient_buffers.py, "apart").
+made, into which the sum is copied when it arrives (gradient_buffers.py, "separate").
 
-A parameter that gets no gradient in a backward pass contributes what its ``.grad`` holds, or zero, and the step message
-says that this rank has not used it. If no rank has, ``.grad`` stays what it was, as with DDP's find_unused_parameters.
+A parameter that gets no gradient in a backward pass contributes its ``.grad``, or zero, and the step message says that
+this rank has not used it. If no rank has, ``.grad`` stays what it was, as with DDP's find_unused_parameters.
 
 Thread safety: hooks run on autograd's threads, one backward pass at a time; everything else under the session's lock.
 """
@@ -42,7 +42,7 @@ from gradcast.training.step.weights import StepWeights
 
 
 class _BackwardEnd:
-    """What autograd calls when the backward pass ``task`` has ended, and drops uncalled when it has failed."""
+    """The callback for the end of the backward pass ``task``; autograd drops it uncalled if the pass has failed."""
 
     def __init__(self, gradients: "GradientHooks", task: int) -> None:
         self._gradients, self._task, self._is_called = gradients, task, False
@@ -74,7 +74,7 @@ class GradientHooks:
         module_buffers: ModuleBuffers | None,
         consistency: RankConsistency,
     ) -> None:
-        """``module_buffers``: those that travel with the gradients."""
+        """``module_buffers``: those that are sent with the gradients."""
         self.states, self.table = states, table
         self.exchange, self.weights, self.clipping = exchange, weights, clipping
         self.message, self._module_buffers = message, module_buffers
@@ -104,13 +104,13 @@ class GradientHooks:
         self.exchange.buffers.keep_apart(state.index for state in self._hooked_by_program)
 
     def watch_output(self, module: nn.Module, output: Any, forward: ForwardPass) -> None:
-        """Notices the start of backward at what a forward pass of ``module`` has returned."""
+        """Watches the output of a forward pass of ``module`` for the start of backward."""
         for state in self._hooked_by_program:
             state.forward_version = None if state.is_update_due else state.parameter._version
         self.passes.watch_output(module, output, WeakHook(self._on_backward_start, forward))
 
     def are_in_place(self, states: Sequence[ParameterState]) -> bool:
-        """Whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
+        """Returns whether ``.grad`` of each is the tensor that backward has put there, not one of the program's."""
         apart = self.exchange.buffers.apart
         native = extension.load()
         if not native.hold_visible(states):
@@ -124,7 +124,7 @@ class GradientHooks:
         if not self.all_sent:
             self.passes.refuse_inside()
             self.passes.refuse_elsewhere()
-            # The pass has failed. Complete what the ranks have begun, and tell the others that this is no sum.
+            # The pass has failed. Complete the ranks' operations, and report to the others that this is no sum.
             failed = bool(self.table.idle())
             if failed:
                 self.listener.on_backward_failure()
@@ -195,11 +195,11 @@ class GradientHooks:
             return
         self.passes.opened_at(first.parameter)
         special = self.exchange.buffers.apart.union(state.index for state in self._hooked_by_program)
-        # What is sent without Python must not be used before backward has ended.
+        # Gradients sent without Python must not be used before backward has ended.
         pending.mark(self.table.arm(self.passes.running, list(special), self.weights.scale), self.listener)
 
     def send_nothing(self) -> None:
-        """A step without backward on this rank: as a pass that reaches no parameter."""
+        """Makes a step without backward on this rank, like a pass that reaches no parameter."""
         if self.open:
             self.listener.wait_for_gradients()
         self.passes.running = self.passes.ended = NO_TASK
@@ -216,11 +216,11 @@ class GradientHooks:
         listener.on_backward_begin()
         self.passes.open()
         if not listener.sends:
-            return  # what failed is reported, and no gradient of this step travels
+            return  # the failure is reported, and no gradient of this step is sent
         if self.passes.running != self._checked_task:
             self._keep_accumulated_apart(first)
         counts = first is not None and self.weights.scale != 0
-        # A rank that sends nothing is in this pass, too, and is told nothing wrong by the next one.
+        # A rank that sends nothing counts this pass, too, so that its next signature is right.
         signature = listener.signature(self.table.fingerprint(), self.passes.forward if counts else None)
         self.message.begin_pass(signature if counts else None)
         parameter_state.begin_step(self.table, WeakHook(self._on_timed) if listener.times_gradients else None)
@@ -229,14 +229,14 @@ class GradientHooks:
             self._send_tensor(self._module_buffers.index, listener, used=True)
 
     def _on_placed(self, index: int) -> None:
-        """The hooks are about to send a gradient that was in its view before, and not pending."""
+        """Marks a gradient that the hooks are about to send: it was in its view before, and not pending."""
         pending.mark([self.exchange.buffers.views[index]], self.listener)
 
     def _on_timed(self, index: int) -> None:
         self.listener.on_gradient_sent(index, used=self.states[index].locally_unused is None)
 
     def _clear_unsent(self) -> None:
-        """Views of gradients that backward has not made, or not yet, are nobody's, and need not be pending."""
+        """Ends the pending state of views whose gradients backward has not made, or not yet: nobody uses them."""
         self.table.disarm()
         views = self.exchange.buffers.views
         if views:  # gradcast may have left the module
@@ -258,7 +258,7 @@ class GradientHooks:
         self.exchange.buffers.keep_apart(found[position].index for position in kept)
 
     def _place(self, state: ParameterState) -> None:
-        """Writes the gradient into its view, divided by the number of workers as DDP does it, or weighted; sends it."""
+        """Writes the gradient into its view, divided by the number of workers like DDP does, or weighted; sends it."""
         gradient, index = state.parameter.grad, state.index
         view = self.exchange.buffers.views[index]
         if gradient is not view and (gradient.is_sparse or gradient.requires_grad):
@@ -273,7 +273,7 @@ class GradientHooks:
         self.arrived.any_unusual |= is_apart or state.locally_unused is not None
         pending.mark([gradient if is_apart else view], self.listener)
         if not self.table.place(index, self.weights.scale, is_apart):
-            self.exchange.ready(index)  # raises what has failed
+            self.exchange.ready(index)  # raises network failures
 
     def _send_tensor(self, index: int, listener: Any, *, used: bool) -> None:
         listener.on_gradient_sent(index, used=used)

@@ -14,8 +14,7 @@ def change_layout(
     states: Sequence[ParameterState], exchange: GradientExchange, change: Callable[[], None], *, tells: bool
 ) -> None:
     """Calls ``change``, which may lay the buffers out anew. Otherwise gives them other memory if the program keeps a
-    gradient that the next step would overwrite. ``tells``: this rank logs that. REQUIRES: nothing travels.
-    """
+    gradient that the next step would overwrite. ``tells``: this rank logs that. REQUIRES: nothing is in flight."""
     buffers = exchange.buffers
     views, apart_count = buffers.views, len(buffers.apart)
     change()

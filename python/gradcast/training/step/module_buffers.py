@@ -1,6 +1,6 @@
 """Buffers of bare modules: all ranks get those of rank 0, as with DDP. (A DDP module sends its own.)
 
-Forward changes buffers, so they travel with the gradients of the backward pass behind it: one more tensor of the plan
+Forward changes buffers, so they are sent with the gradients of the backward pass behind it: one more tensor of the plan
 holds their bytes, as whole numbers of 64 bits. Rank 0 contributes its bytes and every other rank zeros, so the sum is
 exact for any dtype and wire. The next forward pass copies them in, which is when DDP sends them.
 
@@ -24,14 +24,14 @@ _SLOT_BYTES = 16  # no element is wider
 
 
 def buffers_tensor(modules: Sequence[nn.Module], device: torch.device) -> torch.Tensor | None:
-    """A tensor of the size and type of what travels. None if there are no buffers."""
+    """A tensor with the size and type of the one that is sent. None if there are no buffers."""
     size_bytes = sum(_slot_bytes(each) for module in modules for each in _Part(module).tensors)
     return torch.empty(size_bytes // 8, dtype=torch.int64, device=device) if size_bytes else None
 
 
 class ModuleBuffers:
-    """``index``: of the tensor that is sent, behind the parameters in the gradient buffers; None if there is none.
-    ``is_written``: in the open step."""
+    """The buffers of all modules. ``index``: of the tensor that is sent, behind the parameters in the gradient buffers;
+    None if there is none. ``is_written``: in the open step."""
 
     def __init__(
         self, modules: Sequence[nn.Module], index: int | None, exchange: GradientExchange, group: Group
@@ -47,7 +47,7 @@ class ModuleBuffers:
         self._changes_in_backward: bool | None = None
 
     def on_backward_begin(self) -> bool:
-        """Returns whether the buffers are in their tensor, which travels from now on. REQUIRES: nothing travels."""
+        """Returns whether the buffers are in their tensor, to be sent now. REQUIRES: nothing is in flight."""
         self.is_written = False
         for part in self._parts.values():
             part.look()
@@ -56,7 +56,7 @@ class ModuleBuffers:
         return self.is_written
 
     def on_backward_end(self) -> bool:
-        """As ``on_backward_begin``, if the tensor does not travel yet; otherwise False."""
+        """The same as ``on_backward_begin`` if the tensor has not been sent yet; otherwise False."""
         changed = [part.look() for part in self._parts.values()]
         self._changes_in_backward = bool(self._changes_in_backward) or any(changed)
         if self.is_written:
@@ -65,9 +65,9 @@ class ModuleBuffers:
         return True
 
     def before_forward(self, module: nn.Module, *, synchronizing: bool, needed: bool) -> None:
-        """Rank 0's values, for the forward pass of ``module`` that begins; not after a pass in no_sync() or without
-        gradients, as with DDP. Collective if no backward pass has sent them. Passes in evaluation or without gradients,
-        which one rank may run alone, leave that to the next one.
+        """Copies rank 0's values for the forward pass of ``module`` that begins; not after a pass in no_sync() or
+        without gradients, as with DDP. Collective if no backward pass has sent them. Passes in evaluation or without
+        gradients, which one rank may run alone, leave that to the next one.
 
         ``needed``: backward of an earlier pass still needs this rank's values, so they stay. (With DDP that backward
         raises.)
@@ -95,26 +95,26 @@ class ModuleBuffers:
                     self._group.copy_from_first([each.clone() for each in current] if keeps else current, WHAT)
 
     def before_borrowed_forward(self, module: nn.Module) -> None:
-        """A forward pass begins with other tensors in place of the module's own (functional_call)."""
+        """Prepares a forward pass with other tensors in place of the module's own (functional_call)."""
         self._unchanged = self._parts[module].unchanged()
 
     def after_borrowed_forward(self, module: nn.Module) -> None:
-        """What that pass has changed is not the program's, so rank 0's values replace it."""
+        """Marks that pass's changes as not the program's, so that rank 0's values replace them."""
         self._parts[module].still_unchanged(self._unchanged)
         self._unchanged = {}
 
     def send_before_forward(self) -> None:
-        """What has travelled is dropped: the next forward pass begins with sending."""
+        """Drops values that have been sent: the next forward pass begins with sending."""
         for part in self._parts.values():
             part.due, part.arriving = part.due or part.arriving, False
 
     def on_sent(self) -> None:
-        """All ranks have rank 0's buffers."""
+        """Notes that all ranks have rank 0's buffers."""
         for part in self._parts.values():
             part.due = part.arriving = False
 
     def release(self) -> None:
-        """Lets go of the gradient buffers."""
+        """Drops the references to the gradient buffers."""
         self._layout = None
         self._parts.clear()
 
@@ -147,9 +147,8 @@ class ModuleBuffers:
 class _Part:
     """The buffers of one module that is called.
 
-    ``due``: rank 0 has to send them before the next forward pass. ``arriving``: a backward pass has sent them, and they
-    are not copied in yet. ``tensors``: at the last look. ``kinds``: what the tensor that travels has room for, and
-    ``slots`` where.
+    ``arriving``: a backward pass has sent them, and they are not copied in yet. ``tensors``: at the last look.
+    ``kinds``: shapes and types for which the sent tensor has room, and ``slots`` where.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -157,6 +156,7 @@ class _Part:
         self._held = [each._buffers for each in module.modules()]
         # Of a module that has none, DDP never sends one that is registered later.
         self._has_any = any(buffer is not None for held in self._held for buffer in held.values())
+        # due: rank 0 has to send them before the next forward pass.
         self.due, self.arriving, self.fits = True, False, True
         self.tensors = self.current()
         self._versions = [each._version for each in self.tensors]

@@ -83,7 +83,7 @@ class OptimizerStateGuard:
         return type(self._optimizer.state) is not GuardedState and reference_counts.is_kept(self._optimizer, "state")
 
     def guard(self, states: Sequence[ParameterState], owner: pending.Owner) -> None:
-        """The updates of these parameters are pending from now on."""
+        """Guards the state of these parameters, whose updates are pending from now on."""
         if type(self._optimizer.state) is not GuardedState:  # also after load_state_dict(), which makes another dict
             self._optimizer.state = GuardedState(self._optimizer.state, self._before_access)
         self._guarded = None  # a reference of ours would look like one of the program's
@@ -101,7 +101,7 @@ class OptimizerStateGuard:
         pending.mark(tensors, owner)
 
     def clear(self, states: Sequence[ParameterState]) -> None:
-        """The updates of these parameters are about to run."""
+        """Ends the guard of these parameters' state: their updates are about to run."""
         if not self._entries:
             return
         entries = [self._entries.pop(state.index) for state in states if state.index in self._entries]
@@ -124,7 +124,7 @@ class OptimizerStateGuard:
 
     @contextlib.contextmanager
     def open(self, *, hidden: bool = False) -> Iterator[None]:
-        """Around the optimizer's own step, which waits for nothing. ``hidden``: other threads wait for its end."""
+        """Context of the optimizer's own step, which waits for nothing. ``hidden``: other threads wait for its end."""
         self._is_updating = True
         if not hidden:
             cast(Any, self._guarded).__class__ = _OpenState  # asks nobody
@@ -135,11 +135,11 @@ class OptimizerStateGuard:
             self._guarded.__class__ = GuardedState
 
     def end_step(self) -> None:
-        """No update is pending any more."""
+        """Notes that no update is pending any more."""
         self._guarded = None  # the program may have replaced it
 
     def release(self) -> None:
-        """Gives the optimizer an ordinary state again, whatever is still pending."""
+        """Gives the optimizer an ordinary state again, whether or not updates are pending."""
         self.end_step()
         pending.clear(self._tensors())
         self._entries.clear()

@@ -48,7 +48,7 @@ class OptimizerSteps:
         callbacks: UpdateCallbacks,
         operations_begun: Callable[[], int | None],
     ) -> None:
-        """``read``: the settings that the step() of each optimizer reads. ``operations_begun``: as DeferredOptimizer.
+        """``read``: the settings that the step() of each optimizer reads. ``operations_begun``: see DeferredOptimizer.
         ``values``: clips each element."""
         self.optimizers = [
             DeferredOptimizer(each, its_read, gradients.states, warn_once, operations_begun)
@@ -80,7 +80,7 @@ class OptimizerSteps:
     # --- step() ---
 
     def on_backward_begin(self) -> None:
-        """The gradients of the open step are replaced; an optimizer that has not taken them never will."""
+        """Ends the open step, whose gradients are replaced; an optimizer that has not taken them never will."""
         if self.gradients.open and any(each.interception.replaced for each in self.optimizers):
             self._warn_once(
                 "the optimizer's step() is called in a way that bypasses gradcast, as Accelerate does with a "
@@ -94,7 +94,7 @@ class OptimizerSteps:
         self.clipping.begin_step()
 
     def take_gradients(self, number: int, synchronous: bool, parts: int = 1) -> bool:
-        """A step with the gradients of the open backward pass. Returns True once every optimizer has taken them.
+        """Makes a step with the gradients of the open backward pass. Returns True once every optimizer has taken them.
 
         ``synchronous``: waits for everything and updates now, as in the warm-up. Otherwise updates are left pending,
         unless the program's code makes that impossible. ``parts``: in which a synchronous step of the only optimizer
@@ -137,7 +137,7 @@ class OptimizerSteps:
         self._step_now(number, reason, parts)
 
     def reason_to_wait(self, number: int, settings: StepSettings | None = None) -> Cause | None:
-        """Why a step of this optimizer cannot be deferred, if it cannot. ``settings``: as they are, if known."""
+        """The reason why this optimizer's step cannot be deferred; None if it can. ``settings``: current, if known."""
         deferred = self.optimizers[number]
         optimizer = deferred.optimizer
         if (settings or deferred.settings()).opaque:
@@ -156,14 +156,14 @@ class OptimizerSteps:
         return None if self.gradients.are_in_place(used) else Cause.REPLACED
 
     def _step_now(self, number: int, reason: Cause | None, parts: int) -> None:
-        """A synchronous step. ``reason``: why it is not deferred, unless the caller has asked for that."""
-        # Gradients that were used have arrived, and what that has waited is counted there.
+        """Makes a synchronous step. ``reason``: why it is not deferred, unless the caller has asked for that."""
+        # Gradients that were used have arrived, and the wait for them is counted there.
         waits_here = reason not in (None, Cause.GRADIENTS)
         with self.waits.at(reason) if waits_here else contextlib.nullcontext(), self._trace.timed("wait"):
             self.gradients.wait_for_all()
         optimizer, arrived_ns = self.optimizers[number], self._trace.now()
         self.clipping.clip_as_they_are(optimizer.states)
-        # Predictions do not know which of several optimizers a call is of: then nothing shows what one costs.
+        # Predictions do not know which of several optimizers a call is of: then the cost of one is not known.
         if parts > 1 and len(self.optimizers) == 1 and self.reason_to_wait(number) is None:
             optimizer.run_in_parts(parts, self._trace.count_update)
         else:
@@ -214,7 +214,7 @@ class OptimizerSteps:
         self.complete_updates(self.due)
 
     def complete_updates_of(self, number: int, cause: Cause | None = None) -> None:
-        """``cause``: if what this waits counts for the program's line."""
+        """Completes the updates of one optimizer. ``cause``: if the wait counts for the program's line."""
         with self.waits.at(cause) if cause is not None else contextlib.nullcontext():
             self.complete_updates(self.optimizers[number].due)
 
@@ -263,7 +263,7 @@ class OptimizerSteps:
         self._trace.span("update", arrived_ns, self._trace.now())
 
     def _update(self, optimizer: DeferredOptimizer, part: Sequence[ParameterState]) -> None:
-        """One call of the optimizer."""
+        """Updates these parameters in one call of the optimizer."""
         arrived = self.gradients.arrived
         arrived.settle(part)
         self.clipping.clip_part(part)
@@ -290,7 +290,7 @@ class OptimizerSteps:
             self.clipping.end_step(self._trace.current.step)
 
     def call_back(self) -> None:
-        """Shows the program's functions what was updated since the last call. They may wait for other parameters, which
+        """Calls the program's functions for updates since the last call. They may wait for other parameters, which
         leads here again, so nothing else may be unfinished."""
         if not self._callbacks.noted:
             return
@@ -305,7 +305,7 @@ class OptimizerSteps:
         return next((states for states in found if states is not None), None)
 
     def _fail(self, part: Sequence[ParameterState], error: BaseException) -> None:
-        """Some of these parameters may be updated, others not: every later use of one raises."""
+        """Makes every later use of these parameters raise: some may be updated, others not."""
         parameter_state.fail_update(part, self.gradients.listener)
         self._failure = refused(
             f"the update of {parameter_state.names(part)} has failed on this rank ({type(error).__name__}: {error}), "

@@ -4,7 +4,7 @@
     IDLE        backward has not reached the parameter in this step          GradientTable.place()
     SENT        the gradient is in the buffer, handed to the engine; the     arrive(), defer_update()
                 tensor in ``.grad`` is pending (pending.py)
-    ARRIVED     ``.grad`` is what the ranks agree on, and nothing is         begin_step(), defer_update()
+    ARRIVED     ``.grad`` is the value that ranks agree on, nothing is       begin_step(), defer_update()
                 pending; also during and after the update (of another thread:
                 pending until that ends)
     UPDATE_DUE  step() was called; the parameter and ``.grad`` are pending   start_update()
@@ -13,8 +13,8 @@
 A step goes IDLE, SENT, ARRIVED in hook mode, and IDLE, SENT, UPDATE_DUE, ARRIVED in overlap mode. An update
 that fails puts the parameter back into UPDATE_DUE for good, so that every read of it raises.
 
-The sum of an UPDATE_DUE parameter may have arrived or not. What is left to do when it arrives is therefore told by two
-fields, ``copy_due`` and ``locally_unused``, in each phase alike.
+The sum of an UPDATE_DUE parameter may have arrived or not. Two fields, ``copy_due`` and ``locally_unused``, therefore
+say in each phase alike what is left to do when it arrives.
 
 Thread safety: autograd's threads while backward runs, otherwise under the session's lock.
 """
@@ -35,7 +35,7 @@ _NAMES_SHOWN = 3
 
 @dataclasses.dataclass(frozen=True)
 class LocallyUnused:
-    """No backward pass of this step has used the parameter on this rank.
+    """The mark of a parameter that no backward pass of this step has used on this rank.
 
     ``grad_before``: the value of ``.grad`` before the step. It stays if no other rank has used the parameter either, or
     if some rank's backward pass has failed before it. ``was_view``: that value was in the buffer, and this is a copy.
@@ -49,14 +49,14 @@ class ParameterState(Protocol):
     """A parameter and its gradient in the current step. A C++ object of the session's GradientTable.
 
     ``index``: counts the session's parameters. ``visible_grad``: the tensor that backward has put into ``.grad``: the
-    view of the buffer, or a tensor apart from the buffer. ``update_grad``: what the update uses; None if no rank has
-    used the parameter. ``copy_due``: the sum, when it has arrived, must be copied from the buffer into
+    view of the buffer, or a tensor with memory of its own. ``update_grad``: the input of the update; None if no rank
+    has used the parameter. ``copy_due``: the sum, when it has arrived, must be copied from the buffer into
     ``visible_grad``. ``locally_unused``: until the gradient has arrived; None if this rank has used the parameter.
     ``updated_late``: the update ran only when backward began; a forward pass that has read the parameter after all has
-    read the old value. ``zero_after_update``: zero_grad(set_to_none=False) was called while the update was due.
+    read the old value. ``zero_after_update``: zero_grad(set_to_none=False) was called while the update was pending.
     ``frozen_steps``: the last consecutive steps in which the parameter was frozen on all ranks. ``forward_version``:
-    the tensor's version at the end of forward, if the program hooks gradients. ``owned``: what the program's callbacks
-    write after the update: pending as long as the parameter.
+    the tensor's version at the end of forward, if the program hooks gradients. ``owned``: tensors that the program's
+    callbacks write after the update: pending as long as the parameter.
     """
 
     index: int
@@ -76,24 +76,24 @@ class ParameterState(Protocol):
 
 
 def begin_step(table: Any, timed: Callable[[int], None] | None) -> None:
-    """``timed``: called with the index of each gradient before it is sent."""
+    """Begins a step. ``timed``: called with the index of each gradient before it is sent."""
     _check(table.begin_step(timed))
 
 
 def arrive(states: Sequence[ParameterState]) -> None:
-    """The gradients have arrived and are in place. While an update is due, everything stays pending for that."""
+    """Notes gradients that have arrived and are in place. During a pending update everything stays pending for that."""
     pending.clear(extension.load().arrive(states))
 
 
 def defer_update(states: Sequence[ParameterState], owner: pending.Owner) -> None:
-    """``step()`` was called, and the updates run later."""
+    """Makes updates pending: ``step()`` was called, and they run later."""
     phase = extension.load().Phase
     _enter(phase.UPDATE_DUE, states, phase.SENT, phase.ARRIVED)
     pending.mark(extension.load().tensors_of(states, gradients=True), owner)
 
 
 def start_update(states: Sequence[ParameterState], *, hidden: bool = False) -> None:
-    """The updates run now; the optimizer finds ordinary tensors. REQUIRES: the gradients have arrived.
+    """Begins the updates, which run now; the optimizer finds ordinary tensors. REQUIRES: the gradients have arrived.
 
     ``hidden``: instead everything stays pending for other threads, ``.grad`` of a parameter included, until
     end_hidden_update().
@@ -111,14 +111,14 @@ def end_hidden_update(states: Sequence[ParameterState]) -> None:
 
 
 def fail_update(states: Sequence[ParameterState], owner: pending.Owner) -> None:
-    """The update has failed, perhaps half-way. ``owner`` raises for every later use of the parameters."""
+    """Notes an update that has failed, perhaps half-way. ``owner`` raises for every later use of the parameters."""
     phase = extension.load().Phase
     _enter(phase.UPDATE_DUE, states, phase.ARRIVED)
     pending.mark(extension.load().tensors_of(states, gradients=False), owner)
 
 
 def release(states: Sequence[ParameterState]) -> None:
-    """Nothing waits any more, whatever the phase."""
+    """Ends all waits, whatever the phase."""
     _clear(states)
     phase = extension.load().Phase
     _enter(phase.IDLE, states, *phase.__members__.values())
@@ -138,7 +138,7 @@ def _clear(states: Sequence[ParameterState]) -> None:
 
 
 def names(states: Sequence[ParameterState]) -> str:
-    """For messages: "a, b, c and 5 more"."""
+    """Names for messages: "a, b, c and 5 more"."""
     return shown([state.name for state in states])
 
 

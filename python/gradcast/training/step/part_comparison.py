@@ -1,4 +1,4 @@
-"""From time to time, one parameter's update by itself is compared with that of the whole step.
+"""Comparison, from time to time, of one parameter's update by itself with that of the whole step.
 
 The trial at attach cannot show what an optimizer does later (noise after a burn-in) or with rare gradients (a clip by
 the norm of all). So some steps are not divided: an early one, some from then on, those whose gradients are much larger
@@ -42,13 +42,13 @@ class PartComparison:
         self._is_possible, self._draws = True, False
 
     def run_watched(self, run: Callable[[], None]) -> None:
-        """Runs the update of a part. Another thread of the program may be what has drawn random numbers."""
+        """Runs the update of a part, and notes whether random numbers were drawn, perhaps by another thread."""
         before = self._random_positions()
         run()
         self._draws = self._draws or self._random_positions() != before
 
     def _random_positions(self) -> list[Any]:
-        """Those of the generators that optimizers draw from by default. The host knows that of a device's."""
+        """Positions of the generators that optimizers draw from by default. The host knows that of a device's, too."""
         positions = [extension.load().random_position()]
         if self._on_device:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -104,7 +104,7 @@ class PartComparison:
             )
 
     def _chosen(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
-        """Another one each time; seldom the first, which draws the same random numbers alone."""
+        """A parameter, another one each time; seldom the first, which draws the same random numbers alone."""
         self._count += 1
         small = [each for each in parameters if each.numel() <= _ELEMENTS_MAX]
         small = small or heapq.nsmallest(_LARGE, parameters, key=torch.Tensor.numel)

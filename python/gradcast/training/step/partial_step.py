@@ -2,9 +2,9 @@
 
 The hyper-parameters of a step, in groups or attributes, are those at the call of ``step()`` (step_settings.py). The
 class's step is called with the optimizer's groups reduced to the part. Another thread than the one that trains calls it
-with a stand-in for the optimizer, so that training does not see these. State, foreach and fused forms are the
+with a stand-in for the optimizer, so that training does not see them. State, foreach and fused forms are the
 optimizer's own, so parts give the numbers of a whole step, bit for bit, for every optimizer that updates parameters one
-by one. What an optimizer counts in a group or an attribute (steps) advances once per step, not once per part.
+by one. Counters in a group or an attribute (steps) advance once per step, not once per part.
 """
 
 import bisect
@@ -32,11 +32,11 @@ from gradcast.training.step.step_settings import CONTAINERS, StepSettings
 
 _NOTHING = object()
 _PARTS_KEPT = 64  # of those that recur from step to step
-_REASON = "gradcast runs this step itself; leave optimizer.step() out of a function with fullgraph=True"
+_REASON = "gradcast runs this step itself; call optimizer.step() outside of functions with fullgraph=True"
 
 
 class Places:
-    """Where an optimizer has its parameters: ``index``: their positions, by id, in all groups one after the other."""
+    """Places of an optimizer's parameters. ``index``: their positions, by id, in all groups one after the other."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self._in_order = [parameter for group in groups for parameter in group["params"]]
@@ -156,7 +156,7 @@ class PartialStep:
             parameter.detach().copy_(value)
 
     def _run(self, attributes: dict[str, Any], groups: list[dict[str, Any]], elsewhere: bool) -> dict[str, Any]:
-        """The class's step with these attributes and groups. Returns the attributes that it has set."""
+        """Runs the class's step with these attributes and groups. Returns the attributes that it has set."""
         target = self._optimizer
         if elsewhere:
             target = object.__new__(type(self._optimizer))
@@ -189,19 +189,19 @@ class PartialStep:
 
 
 def _changing(values: dict[str, Any]) -> dict[str, Any]:
-    """Those that may be changed in place."""
+    """The values that may be changed in place."""
     kinds = (torch.Tensor, *CONTAINERS)
     return {key: value for key, value in values.items() if isinstance(value, kinds) and not key.endswith("_hooks")}
 
 
 def _rebound(value: Any, optimizer: Optimizer, target: Optimizer) -> Any:
-    """A method that is bound to the optimizer, of its stand-in."""
+    """The value; for a method bound to the optimizer, that of its stand-in."""
     is_bound = isinstance(value, types.MethodType) and value.__self__ is optimizer
     return types.MethodType(value.__func__, target) if is_bound else value
 
 
 def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Copies what the step itself has changed in its group into the user's group."""
+    """Copies the step's own changes in its group into the user's group."""
     for key, value in after.items():
         if key == "params":
             continue
@@ -250,8 +250,8 @@ def _is_default_context() -> bool:
 
 
 def _no_hooks(attributes: dict[str, Any], *, before: bool, after: bool) -> dict[str, Any]:
-    """If a class's step calls that of its base class, torch runs step hooks around the inner one, too. With these
-    attributes they run once around all parts, as around a whole step."""
+    """Attributes that hide step hooks. If a class's step calls that of its base class, torch runs hooks around the
+    inner one, too. With these attributes they run once around all parts, as around a whole step."""
     hidden = [] if before else ["_optimizer_step_pre_hooks"]
     hidden += [] if after else ["_optimizer_step_post_hooks"]
     return {name: collections.OrderedDict() for name in hidden if attributes.get(name)}
@@ -327,7 +327,7 @@ class StepInterception:
         ]
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Gives the optimizer its own ``step`` again. Idempotent."""
         if not self._active:
             return
         self._active = False
@@ -342,7 +342,7 @@ class StepInterception:
 
 
 def intercepted(optimizers: Sequence[Optimizer], on_step: Callable[[int], None]) -> list[StepInterception]:
-    """``step()`` of optimizer k calls ``on_step(k)`` from now on."""
+    """Makes ``step()`` of optimizer k call ``on_step(k)`` from now on."""
     return [StepInterception(each, functools.partial(on_step, number)) for number, each in enumerate(optimizers)]
 
 

@@ -1,5 +1,5 @@
 """Checks whether an optimizer's step can run in parts: on a small copy, parts and whole steps must agree, and no
-collective operation may start. What a step reads of its settings shows there, too."""
+collective operation may start. The copy also shows which settings a step reads."""
 
 import collections
 import copy
@@ -25,8 +25,8 @@ _COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_
 
 
 def require_splittable(optimizer: Optimizer) -> Read | None:
-    """Returns what a step reads; None if that cannot be watched. Raises Error(invalid_use) if a step in parts does not
-    equal a whole step bit for bit, or starts a collective operation.
+    """Returns the settings that a step reads; None if that cannot be watched. Raises Error(invalid_use) if a step in
+    parts does not equal a whole step bit for bit, or starts a collective operation.
 
     An optimizer that updates parameters one by one passes. One that looks at all of them together (a norm over all
     gradients, one step size for all, a line search) does not. A difference that shows only after more steps, or only
@@ -56,7 +56,7 @@ def _steps() -> Iterator[tuple[int, float]]:
 
 
 def _read_in_steps(optimizer: Optimizer) -> Read | None:
-    """Watches whole steps, which fail only for what they do with others than this rank."""
+    """Watches whole steps. Operations with other ranks are refused; other failures only end the watching."""
     attributes: set[str] = set()
     in_groups: set[str] = set()
     try:

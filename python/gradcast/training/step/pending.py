@@ -59,7 +59,7 @@ _WITHOUT_VALUES = _without_values()
 
 
 class Owner(Protocol):
-    """The object that knows how to finish a pending tensor."""
+    """The object that finishes pending tensors."""
 
     def resolve(self, tensors: list[torch.Tensor]) -> None:
         """Finishes these pending tensors and calls ``clear`` for them, or raises."""
@@ -69,8 +69,8 @@ class Owner(Protocol):
         return False
 
     def gradient_read(self, tensor: torch.Tensor, *, zeroing: bool) -> None:
-        """The program reads the ``.grad`` of this pending tensor. Finishes it if that is not known yet. ``zeroing``:
-        zero_grad() only asks whether there is a gradient; it does not use the value."""
+        """Notes that the program reads the ``.grad`` of this pending tensor. Finishes it if that is not known yet.
+        ``zeroing``: zero_grad() only asks whether there is a gradient; it does not use the value."""
         return
 
 
@@ -129,20 +129,20 @@ def _native() -> Any:
 
 
 def mark(tensors: Sequence[torch.Tensor | None], owner: Owner, *, gradients_known: bool = True) -> int:
-    """From now on any use of these tensors waits for ``owner``, except of those that are pending already. Returns how
-    many were not. ``gradients_known``: otherwise reads of their ``.grad`` are reported to ``owner``."""
+    """Makes any use of these tensors wait for ``owner``, except of those that are pending already. Returns how many
+    were not. ``gradients_known``: otherwise reads of their ``.grad`` are reported to ``owner``."""
     if not gradients_known:
         ask_for_gradients(tensors)
     return _native().mark_pending(_Pending, tensors, functools.partial(_pending_class, owner))
 
 
 def ask_for_gradients(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Reads of the ``.grad`` of these pending tensors are reported to their owner until ``clear``."""
+    """Makes reads of the ``.grad`` of these pending tensors call their owner until ``clear``."""
     _without_known_gradient.update(map(id, tensors))
 
 
 def clear(tensors: Sequence[torch.Tensor | None]) -> None:
-    """The tensors are finished. Those that are not pending stay as they are."""
+    """Marks tensors as finished. Those that are not pending stay as they are."""
     if _without_known_gradient:
         _without_known_gradient.difference_update(map(id, tensors))
     _native().clear_pending(_Pending, tensors)
@@ -167,7 +167,7 @@ def resolve(values: Any) -> None:
 
 
 def not_traced() -> contextlib.AbstractContextManager[None]:
-    """Keeps the work that finishes a tensor out of what torch.jit.trace() records."""
+    """Context that keeps the work of finishing a tensor out of the record of torch.jit.trace()."""
     state = _TORCH_C._get_tracing_state()
     return contextlib.nullcontext() if state is None else _tracing_stopped(state)
 
@@ -182,7 +182,7 @@ def _tracing_stopped(state: Any) -> Iterator[None]:
 
 
 def _zero(tensors: Any) -> Any:
-    """zero_grad(set_to_none=False) does not wait: an owner that still needs the values zeroes them later."""
+    """Zeroes without waiting, for zero_grad(set_to_none=False): an owner that still needs the values does it later."""
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
         owner = _owner_of(tensor)
         if owner is None or not owner.zero_later(tensor):

@@ -34,7 +34,7 @@ _ONE_PASS = (
 
 
 class RankConsistency:
-    """Finds such errors, and remembers the first one."""
+    """The checks for such errors, and the first error found."""
 
     def __init__(self, exchange: GradientExchange, message: StepMessage, group: Group, compare_every: int) -> None:
         """``compare_every``: as in Options."""
@@ -61,9 +61,8 @@ class RankConsistency:
         return *mode, *(float(each) for bit in bits for each in (bit, 1 - bit))
 
     def on_arrival(self) -> None:
-        """The step message has arrived. Raises, on every rank, if the ranks are in different passes, and on the others
-        if a pass has failed on some ranks. One that has failed on all of them may be caught by all.
-        """
+        """Checks the step message, which has arrived. Raises, on every rank, if the ranks are in different passes, and
+        on the others if a pass has failed on some ranks. One that has failed on all of them may be caught by all."""
         if self._unchecked is not None:
             found = self._findings.exchange(self._message.findings(), self._unchecked)
             self._unchecked = None
@@ -93,7 +92,7 @@ class RankConsistency:
         return None
 
     def is_comparison_due(self, iteration: int) -> bool:
-        """Counts iterations, of which all ranks have the same number."""
+        """Returns whether the ranks are compared in this iteration, which has the same number on all ranks."""
         return self._compare_every > 0 and iteration % self._compare_every == self._compare_every - 1
 
     def compare_ranks(self, iteration: int) -> None:
@@ -109,7 +108,7 @@ class RankConsistency:
 
     def _compare_sums(self, iteration: int) -> None:
         plan, profile = self._exchange.plan, self._exchange.profile
-        what = "comparing what the ranks have received"
+        what = "comparing the sums that the ranks have received"
         with self._exchange.watch.waiting(what):
             everyone = self._group.computed_by_each(lambda: [self._checksum(block) for block in plan.blocks], what)
         for rank, theirs in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""Residuals: what rounding has taken from this rank's gradients (wire format int8), in checkpoints and with scalers."""
+"""Residuals: the rounding errors of this rank's gradients (wire format int8), in checkpoints and with scalers."""
 
 import weakref
 from collections.abc import Iterable
@@ -16,15 +16,15 @@ KEY = "residuals"
 
 
 def saved(buffers: GradientBuffers, group: Group) -> dict[str, Any]:
-    """The part of a checkpoint with the residuals, by name; empty for other wire formats. REQUIRES: nothing travels."""
+    """The residuals, by name, for a checkpoint; empty for other wire formats. REQUIRES: nothing is in flight."""
     tensors = {buffers.names[index]: buffers.residual_of(index).clone() for index in buffers.with_groups}
     return {KEY: {"rank": group.rank, "world_size": group.world_size, "tensors": tensors}} if tensors else {}
 
 
 def restore(buffers: GradientBuffers, group: Group, state: dict[str, Any]) -> str | None:
-    """Restores what this rank has saved. Returns why it cannot, so that the residuals are zero again.
+    """Restores the residuals that this rank has saved. Returns why it cannot, so that they are zero again.
 
-    Raises Error(invalid_use) for residuals of another model. REQUIRES: nothing travels.
+    Raises Error(invalid_use) for residuals of another model. REQUIRES: nothing is in flight.
     """
     found = state.get(KEY)
     for residual in buffers.residuals.values():

@@ -1,4 +1,4 @@
-"""The tensors that the ranks send in a step: gradients, and what is sent with them."""
+"""The tensors that the ranks send in a step: gradients, and the message and buffers beside them."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """The step message: the small numbers of a step, which the ranks add up in one tensor beside the gradients.
 
-    elements            what a rank writes                              what the sum tells
+    elements            what a rank writes                              what the sum shows
     one by parameter    usage flag: 1 if this rank has used the         whether any rank has used the parameter; no sum
                         parameter, a small number if it could have, 0   hides a NaN
                         if it is frozen, NaN if its pass failed before
@@ -56,7 +56,7 @@ class StepMessage:
     # --- Sending ---
 
     def begin_pass(self, signature: Sequence[float] | None) -> None:
-        """This rank uses every parameter, unless told otherwise. ``signature``: None of a pass without any."""
+        """Begins a pass. Unflagged parameters count as used on this rank. ``signature``: None of a pass without any."""
         self.is_written = False
         self._own_flags.fill_(1.0)
         self._own_signature.copy_(torch.tensor(signature or (0.0,) * SIGNATURE_ELEMENTS))
@@ -65,7 +65,7 @@ class StepMessage:
         self._own_flags[index] = 0.0 if frozen else self._unused
 
     def flag_failed(self, index: int) -> None:
-        """This rank's backward pass has failed before it reached this parameter."""
+        """Notes that this rank's backward pass has failed before it reached this parameter."""
         self._own_flags[index] = float("nan")
 
     def write(self, own_norms: dict[int, torch.Tensor]) -> None:
@@ -81,7 +81,7 @@ class StepMessage:
             norms[-1].fill_(float(self.asks_for_plan))
             self.asks_for_plan = False
 
-    # --- What has arrived. REQUIRES: the message has ---
+    # --- Reading. REQUIRES: the message has arrived ---
 
     @property
     def norms(self) -> torch.Tensor:
@@ -90,7 +90,7 @@ class StepMessage:
 
     @property
     def any_asks_for_plan(self) -> bool:
-        """Whether a rank has asked for a plan; the same on all ranks. On a device the host waits for the answer."""
+        """True if a rank has asked for a plan; the same on all ranks. On a device the host waits for the answer."""
         return bool(self.norms[-1] > 0)
 
     def usage(self, indices: Sequence[int]) -> list[tuple[bool, bool]]:

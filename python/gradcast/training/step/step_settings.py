@@ -1,9 +1,9 @@
 """The settings of a step: the optimizer's groups and attributes as they were when ``step()`` was called.
 
 Updates run later, and the program may have changed settings by then, also inside of lists and dicts. A value that
-cannot change is kept as it is, a group's tensor is cloned, and of a container there is a **record** of what it held:
-where that fits no longer, updates get a container made from it. Nobody can tell whether any other object has changed,
-so an optimizer whose step() reads one cannot leave updates pending.
+cannot change is kept as it is, a group's tensor is cloned, and a **record** keeps the contents of a container: where
+they no longer match, updates get a container made from it. Nobody can tell whether any other object has changed, so an
+optimizer whose step() reads one cannot leave updates pending.
 """
 
 import collections
@@ -27,7 +27,7 @@ _FAST_CONSTANTS = frozenset({bool, int, float, str, type(None)})
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 CONTAINERS = (*_DICTS, list, tuple, set)
 _DEEPEST = 8  # containers in one another
-# What every optimizer has, and its step() is given in another way.
+# Of every optimizer; its step() is given these in another way.
 _OWN = frozenset({"params", "state", "param_groups"})
 
 
@@ -49,8 +49,8 @@ class _TensorRecord:
 
 
 class Settings:
-    """The settings in a group, or in the optimizer's attributes. ``values``: as the next part is to find them.
-    ``opaque``: names of those of which nobody can tell a change."""
+    """The settings in a group, or in the optimizer's attributes. ``values``: for the next part. ``opaque``: names of
+    those whose changes cannot be detected."""
 
     def __init__(self, live: dict[str, Any], read: Collection[str] | None, optimizer: Optimizer) -> None:
         """``read``: the names that step() reads; None if that is not known."""
@@ -79,8 +79,8 @@ class Settings:
         return self.values | {key: self.values[key].clone() for key in self._tensors}
 
     def before_part(self) -> None:
-        """Undoes in ``values`` what the program has changed since. Raises Error(invalid_use) for a tensor, whose former
-        values are gone."""
+        """Undoes the program's changes in ``values``. Raises Error(invalid_use) for a tensor, whose former values are
+        gone."""
         for key, record in self._records.items():
             if self._now(key) == record:
                 continue
@@ -95,7 +95,7 @@ class Settings:
             self._remade.add(key)
 
     def after_part(self) -> None:
-        """The optimizer has run. What it has changed itself stays."""
+        """Keeps the optimizer's own changes, after it has run."""
         for key, record in self._records.items():
             now = self._now(key)
             if now != record and key in self._remade:
@@ -128,7 +128,7 @@ def _is_constant(value: Any, optimizer: Optimizer) -> bool:
 
 
 def _record(value: Any, optimizer: Optimizer, depth: int = 0) -> Any:
-    """Equal for equal contents. Raises Opaque."""
+    """A record of the value, equal for equal contents. Raises Opaque."""
     kind = type(value)
     if kind in (list, tuple) and depth < _DEEPEST:
         return kind, [_record(each, optimizer, depth + 1) for each in value]
@@ -161,7 +161,7 @@ def _made_from(record: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """Names of what an optimizer's step() reads, as far as a trial has shown."""
+    """Names of settings that an optimizer's step() reads, as far as a trial has shown."""
 
     in_groups: frozenset[str]
     attributes: frozenset[str]
@@ -178,7 +178,7 @@ class StepSettings:
 
     @property
     def opaque(self) -> list[str]:
-        """Names of settings of which nobody can tell whether the program changes them."""
+        """Names of settings whose changes cannot be detected."""
         return [name for each in (self.attributes, *self.groups) for name in each.opaque]
 
 

@@ -16,7 +16,7 @@ from gradcast.training.step.parameter_state import ParameterState
 
 
 class UnseenWaits:
-    """One per session."""
+    """The waits of one session."""
 
     def __init__(self, module: nn.Module, steps: OptimizerSteps, lock: Lock, warn_once: Callable[..., None]) -> None:
         self._module, self._states, self._steps, self._lock = module, steps.gradients.states, steps, lock
@@ -26,8 +26,8 @@ class UnseenWaits:
         self._waited_first: dict[str, list[ParameterState]] = {}  # before forward begins, by the reason
 
     def before_forward(self, reads: Mapping[int, UnseenRead], training: bool) -> None:
-        """Updates what forward reads unseen and not where a known module begins. What passes that do not train read is
-        not known from the warm-up, so they wait for all."""
+        """Updates parameters that forward reads unseen and not where a known module begins. The warm-up does not show
+        the reads of passes that do not train, so these wait for all."""
         if reads != self._reads:
             self._follow(reads)
             training = False  # hooks of a module that has already been called do not see this pass

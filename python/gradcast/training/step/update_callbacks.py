@@ -30,9 +30,9 @@ Owned = nn.Module | Mapping[str, torch.Tensor | Iterable[torch.Tensor]]
 
 @dataclasses.dataclass(eq=False)
 class UpdateCallback:
-    """``owned``: tensors that the function writes, by name of their parameter. ``after_step``: called with the names
-    of all trained parameters once per step, where ``step()`` returns. ``without_forward``: called where a step begins
-    in which this rank has no samples. ``on_detach``: called when gradcast has left the module."""
+    """Functions of the program. ``owned``: tensors that ``function`` writes, by name of their parameter.
+    ``after_step``: called with all trained names once per step, where ``step()`` returns. ``without_forward``: called
+    where a step begins in which this rank has no samples. ``on_detach``: called when gradcast has left the module."""
 
     function: UpdateFunction = lambda _names, _parameters: None
     owned: Mapping[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
@@ -42,8 +42,8 @@ class UpdateCallback:
 
 
 class UpdateCallbacks:
-    """The callbacks of one attached module, whose sessions come and go. ``noted``: updated parts, by name, of which the
-    functions do not know yet."""
+    """The callbacks of one attached module, whose sessions come and go. ``noted``: updated parts, by name, that the
+    functions have not been called with yet."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], *, in_parts: bool) -> None:
         """``in_parts``: a session calls ``run``."""
@@ -57,7 +57,7 @@ class UpdateCallbacks:
         return bool(self._callbacks)
 
     def follow(self, parameters: dict[str, nn.Parameter]) -> None:
-        """From now on these are the trained parameters, by name."""
+        """Replaces the trained parameters, by name."""
         self._parameters = parameters
 
     def add(self, callback: UpdateCallback) -> None:
@@ -67,7 +67,7 @@ class UpdateCallbacks:
             self._unhook = weakref.finalize(self, hook.remove)
 
     def remove(self, callback: UpdateCallback) -> None:
-        """The hook after ``step()`` stays: torch may be going through these hooks now."""
+        """Removes a callback. The hook after ``step()`` stays: torch may be going through these hooks now."""
         if callback in self._callbacks:
             self._callbacks.remove(callback)
 
@@ -92,7 +92,7 @@ class UpdateCallbacks:
         return tuple(tensor for callback in self._callbacks for tensor in callback.owned.get(name, ()))
 
     def note(self, states: Sequence[ParameterState]) -> None:
-        """These parameters have been updated."""
+        """Notes that these parameters have been updated."""
         if self._callbacks:
             self.noted.append({state.name: state.parameter for state in states})
 
@@ -142,7 +142,7 @@ class UpdateRegistration:
         self._change(attached.callbacks.add)
 
     def remove(self) -> None:
-        """Ends the calls, after updates that are due. Idempotent."""
+        """Ends the calls, after pending updates. Idempotent."""
         self._change(self._attached.callbacks.remove)
 
     def _change(self, change: Callable[[UpdateCallback], None]) -> None:

@@ -16,8 +16,8 @@ from gradcast.training.step.update_stream import UpdateStream
 
 
 class UpdateClipping:
-    """One per session. ``norm``, ``values``: that by the norm of all gradients, and of each element. ``kinds``: those
-    of the two that there are."""
+    """The clipping of one session. ``norm``, ``values``: by the norm of all gradients, and of each element. ``kinds``:
+    those of the two that are in use."""
 
     def __init__(self, gradients: GradientHooks, stream: UpdateStream, values: ValueClipping | None) -> None:
         self._gradients, self._stream = gradients, stream
@@ -29,7 +29,7 @@ class UpdateClipping:
             each.begin_step()
 
     def on_step(self, optimizer: Optimizer, *, may_certify: bool) -> None:
-        """``step()`` was called. ``may_certify``: updates need not wait for all gradients if nothing is clipped."""
+        """Begins a ``step()``. ``may_certify``: updates need not wait for all gradients if nothing is clipped."""
         for each in self.kinds:
             each.on_step()
         if self.norm is not None:
@@ -54,7 +54,7 @@ class UpdateClipping:
         return len(extension.load().due(states)) == len(states)
 
     def certify(self) -> None:
-        """REQUIRES: the step message has arrived."""
+        """Certifies the step if possible. REQUIRES: the step message has arrived."""
         if not self.norm.done:
             self.take_norms(self._gradients.states)
             self.norm.certify()
@@ -69,7 +69,7 @@ class UpdateClipping:
         self.norm.compute_norms(known)
 
     def clip_all(self, *, as_they_are: bool = False) -> None:
-        """Clips by norm, once per step. ``as_they_are``: what ``.grad`` holds now, which the program may have
+        """Clips by norm, once per step. ``as_they_are``: the tensors in ``.grad``, which the program may have
         replaced."""
         norm, states = self.norm, self._gradients.states
         if norm is None or norm.done:
@@ -80,20 +80,20 @@ class UpdateClipping:
             norm.apply(deferred=not as_they_are)
 
     def clip_part(self, part: Sequence[ParameterState]) -> None:
-        """Before a part is updated. REQUIRES: its gradients are settled."""
+        """Clips a part before its update. REQUIRES: its gradients are settled."""
         if self.norm is not None and self.norm.certified:
             self.norm.compute_norms(part)
         if self.values is not None:
             self.values.clip(part)
 
     def clip_as_they_are(self, states: Sequence[ParameterState]) -> None:
-        """Before a synchronous step of an optimizer of these parameters."""
+        """Clips before a synchronous step of an optimizer of these parameters."""
         self.clip_all(as_they_are=True)
         if self.values is not None:
             self.values.clip_as_they_are(states)
 
     def clip_asked(self) -> None:
-        """The program uses gradients before ``step()``: clips if it has asked for that. REQUIRES: all are settled."""
+        """Clips if requested: the program uses gradients before ``step()``. REQUIRES: all are settled."""
         with self._stream.entered():
             if self.norm is not None and self.norm.asked:
                 self.clip_all(as_they_are=True)
@@ -102,7 +102,7 @@ class UpdateClipping:
                 self.values.done = True
 
     def end_step(self, step: int) -> None:
-        """All updates of the step have run. REQUIRES: there is a norm."""
+        """Ends a step, of which all updates have run. REQUIRES: there is a norm."""
         if self.norm.certified:
             self.norm.finish_certified(step)
 

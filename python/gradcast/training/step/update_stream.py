@@ -19,7 +19,7 @@ from gradcast.training.compat import graph_capture
 
 
 class UpdateStream:
-    """One per session; does nothing on the CPU. ``read_elsewhere``: a parameter was read on another stream."""
+    """The stream of one session; not used on the CPU. ``read_elsewhere``: another stream has read a parameter."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +50,7 @@ class UpdateStream:
             self.read_elsewhere = True
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, this is the current stream. The caller's stream is ordered behind it afterwards."""
+        """Context in which this is the current stream. The caller's stream is ordered behind it afterwards."""
         return contextlib.nullcontext() if self._stream is None else self._entered()
 
     @contextlib.contextmanager

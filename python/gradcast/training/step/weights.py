@@ -1,8 +1,8 @@
-"""Weighted means: a step's gradient is Σ n_r g_r / Σ n_r over the ranks r, where n_r is what ``handle.weight`` got.
+"""Weighted means: a step's gradient is Σ n_r g_r / Σ n_r over the ranks r, where n_r is given to ``handle.weight``.
 
 The sum of all weights comes too late to scale by. So each rank sends g_r · n_r / (n_ref · W), where n_ref is the mean
-weight of the last step, which all ranks know; what arrives is multiplied by n_ref / mean of this step. A rank whose
-weight is n_ref scales by 1 / W, and where the mean is n_ref nothing is multiplied: the bits are DDP's.
+weight of the last step, which all ranks know; the sum is multiplied by n_ref / mean of this step. A rank whose weight
+is n_ref scales by 1 / W, and where the mean is n_ref nothing is multiplied: the bits are DDP's.
 
 The weights are sent beside the blocks, as float64, in a message that begins before them. The first step waits for it,
 and then n_ref is its own mean. So does each step whose gradients are fp16 or int8 on the wire: numbers far from 1 leave
@@ -35,8 +35,8 @@ _MAX = 2.0**53  # a float64 holds whole numbers up to here
 class GivenWeights:
     """The weights of one rank, as the program gives them; it outlives sessions.
 
-    ``active``: steps are weighted, on all ranks. ``used``: the open block's weight has been sent. ``share``: what this
-    rank's gradients of the step that begins are multiplied by, in place of 1 / world size; 0: they do not count.
+    ``active``: steps are weighted, on all ranks. ``used``: the open block's weight has been sent. ``share``: the factor
+    of this rank's gradients of the step that begins, in place of 1 / world size; 0: they do not count.
     """
 
     share: Callable[[], float] | None = None
@@ -63,7 +63,7 @@ class GivenWeights:
         return self._open[-1] > 0 and self._open[-1] != _NO_NUMBER
 
     def count_samples(self, module: nn.Module, inputs: Any) -> None:
-        """A forward pass for training begins. A batch is as long as the first tensor of the inputs."""
+        """Counts the samples of a training forward pass. A batch is as long as the first tensor of the inputs."""
         first = next((each for each in pending.tensors_in(inputs) if each.dim() > 0), None)
         before = self._samples.get(id(module), 0)
         self._samples[id(module)] = None if first is None or before is None else before + first.shape[0]
@@ -79,7 +79,7 @@ class GivenWeights:
 
 
 class StepWeights:
-    """``scale``: what this rank's gradients of the open step are multiplied by; if 0, they are not to be looked at."""
+    """The weights of a step. ``scale``: the factor of this rank's gradients; if 0, they are not to be looked at."""
 
     def __init__(self, given: GivenWeights, exchange: GradientExchange, group: Group) -> None:
         self.given = given
@@ -144,7 +144,7 @@ class StepWeights:
         return None if self._waits else self._reference
 
     def go_on_from(self, reference: float | None) -> None:
-        """``reference``: of a checkpoint, the same on all ranks."""
+        """Continues from the ``reference`` of a checkpoint, the same on all ranks."""
         self._reference = reference
 
     def factor(self) -> float:
@@ -196,5 +196,5 @@ def _number(weight: Any) -> float:
 
 
 def exact_mean(weights: Sequence[float]) -> float:
-    """Exactly the weight of all ranks, if they have the same."""
+    """The mean; exactly the weight of all ranks, if they have the same."""
     return weights[0] if len(set(weights)) == 1 else math.fsum(weights) / len(weights)
