@@ -177,7 +177,7 @@ def test_between_rounds_other_settings_go_on_without_what_rounding_has_left(rank
     handle.detach()
     with heard(logging.WARNING) as lines:
         module, optimizer, handle = begin(state, 8, "int8", overlap=3)
-    assert any("earlier differences is dropped" in line for line in lines)
+    assert any("earlier differences are dropped" in line for line in lines)
     assert all(torch.equal(each, state["module"][name]) for name, each in module.state_dict().items())
     run(module, optimizer, rank, range(6, 16))
     handle.end_round()

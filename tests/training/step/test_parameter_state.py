@@ -117,7 +117,7 @@ def test_a_failed_update_stays_due(state):
 
 def test_a_transition_ends_at_the_first_that_is_elsewhere():
     states = extension.load().GradientTable(list("abc"), [torch.nn.Parameter(torch.ones(2)) for _ in "abc"]).states
-    extension.load().enter(states[1:2], Phase.ARRIVED, [Phase.IDLE])
+    extension.load().enter(extension.load().States([states[1]]), Phase.ARRIVED, [Phase.IDLE])
     assert extension.load().enter(states, Phase.SENT, [Phase.IDLE]) is states[1]
     assert [state.phase for state in states] == [Phase.SENT, Phase.ARRIVED, Phase.IDLE]
 
