@@ -62,7 +62,7 @@ class C10dTransport final : public Transport {
   // To be called when gradients lie elsewhere in the buffers from now on. REQUIRES: nothing is in flight.
   void forget_ranges();
 
-  // Blocks of this buffer are carried from and into `tensor` from now on, without groups: set_groups() is due again.
+  // Blocks of this buffer are carried from and into `tensor` from now on, without groups: set_groups() must follow.
   // Throws std::invalid_argument unless it has as many elements of the same type on the same device, and as the
   // constructor does. REQUIRES: nothing is in flight.
   void replace_buffer(int32_t buffer, const at::Tensor& tensor);
