@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -40,6 +41,13 @@ def lab_network(host_count, rate_bits_per_s):
         return Network(host_count, rate_bits_per_s)
     except LabError as error:
         pytest.skip(f"no hosts can be made here: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    """The doctor sets GRADCAST_DISABLE for the rest of its process, which here is that of all tests."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
