@@ -1,7 +1,8 @@
 #include "transport/torch/update_marks.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <c10/util/Exception.h>
+
+#include <exception>
 
 namespace gradcast {
 
@@ -21,7 +22,7 @@ std::optional<uint64_t> operations_begun(c10d::ProcessGroup& group) {
   try {
     for (const c10::Device& device : group.getDeviceTypes())
       count += group.getBackend(device.type())->getSequenceNumberForGroup();
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {  // of torch, or of a backend of the program's own
     return std::nullopt;
   }
   return count;

@@ -11,7 +11,7 @@ FEW, MANY = 10, 60  # layers of two parameters
 
 
 def calls_in_a_step(attached, inputs) -> int:
-    """How many functions gradcast runs and calls, where all gradients have arrived before the first update."""
+    """The number of functions that gradcast runs and calls in a step whose gradients arrive before the first update."""
     count = 0
 
     def profile(frame, event, _):

@@ -130,7 +130,7 @@ def test_tensors_of_two_classes_get_their_own_again(state):
 
 
 def test_a_view_is_not_held_by_the_state_that_shows_it():
-    """Who else holds it is seen by its references."""
+    """Other holders are seen by the references to the memory."""
     table = extension.load().GradientTable(["weight"], [torch.nn.Parameter(torch.ones(2))])
     (state,), view = table.states, torch.ones(2)
     table.follow_layout([view], [(0, 0, 0, 0)])

@@ -78,9 +78,8 @@ class _Desk:
     def __init__(self, token: bytes, world_size: int) -> None:
         self._token, self._world_size = token, world_size
         self._entries: list[dict[int, bytes]] = [{} for _ in _KINDS]
-        self.open: dict[
-            asyncio.Task[None], bool
-        ] = {}  # connections, the oldest first; whether they have shown the token
+        # Connections, the oldest first; whether they have shown the token.
+        self.open: dict[asyncio.Task[None], bool] = {}
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
