@@ -1,6 +1,6 @@
 """CPU time that gradcast adds to a step beside stock DDP, where compute costs nearly nothing.
 
-    python -m benchmarks.host_cost [--parent FOLDER/python] [--tensors 300 1000] [--case "AdamW foreach"] [--rounds 15]
+    python -m benchmarks.host_cost [--parent FOLDER/python] [--fallback] [--tensors 300 1000] [--rounds 15]
 
 Two workers train the same model of many small tensors in several ways, by turns of ten steps: in a plain loop, with
 DDP, and in both modes attached to the bare module and to DDP. With ``--parent``, the ``python`` folder of another
@@ -10,7 +10,8 @@ time that a thread waits is not counted.
 
 Printed are the microseconds that each way adds to a step of the plain loop, relative to what DDP adds and to what the
 parent adds (the median of the rounds, and the quartiles), and the median number of calls of the optimizer per step. The
-overlap plan has so many blocks in the order of forward, which need most calls of the optimizer.
+overlap plan has so many blocks in the order of forward, which need most calls of the optimizer. With ``--fallback``
+no plan is followed: gradcast finds that none gains anything, and runs as DDP.
 """
 
 import argparse
@@ -34,9 +35,11 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcast
 from gradcast.lab import run_workers
 from gradcast.training.plan.agreement import plan_text
+from gradcast.training.plan.expectation import Expectation
 
 _WIDTH = 8
 _TURN_STEPS = 10
+_WARMUP_TURNS = 12  # in a fallback DDP reduces by itself after 32 steps of the DDP baseline
 _TIMEOUT_S = 3600.0
 _CASES = {
     "AdamW foreach": (torch.optim.AdamW, {"foreach": True}),
@@ -108,11 +111,15 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     (tensors,), folder = args.tensors, Path(args.folder)
-    plans = {mode: make_plan(folder, args.case, tensors, mode, args.blocks) for mode in ("hook", "overlap")}
+    plans: dict[str, str] = {}
+    if args.fallback:
+        Expectation.is_worth_trying = False
+    else:
+        plans = {mode: make_plan(folder, args.case, tensors, mode, args.blocks) for mode in ("hook", "overlap")}
     own = [kind for version, kind in arms_of(args) if version == args.version]
     trainings = {kind: Training(kind, args.case, tensors, plans.get(kind.split()[0])) for kind in own}
     for training in trainings.values():  # warm-ups
-        training.turn(4 * _TURN_STEPS)
+        training.turn(_WARMUP_TURNS * _TURN_STEPS)
     in_turn(args, lambda kind: trainings[kind].turn())
     for training in trainings.values():
         if training.handle is not None:
@@ -148,6 +155,7 @@ def measure(args: argparse.Namespace, case: str, tensors: int) -> None:
     arguments = [__file__, "--case", case, "--tensors", str(tensors), "--rounds", str(args.rounds)]
     arguments += ["--blocks", str(args.blocks), "--port", str(store.port)]
     arguments += ["--parent", args.parent] if args.parent else []
+    arguments += ["--fallback"] if args.fallback else []
     paths = {"new": os.environ.get("PYTHONPATH", ""), "parent": args.parent}
     with contextlib.ExitStack() as stack:
         launchers = []
@@ -194,6 +202,7 @@ def main() -> None:
     parser.add_argument("--case", choices=_CASES, help="one optimizer only (default: all)")
     parser.add_argument("--tensors", type=int, nargs="+", default=[300, 1000], help="of the model (default: 300 1000)")
     parser.add_argument("--blocks", type=int, default=6, help="blocks of the plan (default: 6)")
+    parser.add_argument("--fallback", action="store_true", help="follow no plan: run as DDP")
     parser.add_argument("--parent", help="the folder python of another checkout, to compare with")
     parser.add_argument("--version", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

@@ -282,7 +282,8 @@ void C10dTransport::forget_ranges() {
 
 void C10dTransport::replace_buffer(int32_t buffer, const at::Tensor& tensor) {
   Buffer& changed = buffer_at(buffer);
-  if (tensor.numel() != changed.tensor.numel() || tensor.scalar_type() != changed.tensor.scalar_type() ||
+  const bool has_size = static_cast<int64_t>(tensor.nbytes()) == extents_[static_cast<size_t>(buffer)].size_bytes;
+  if (!(has_size || tensor.numel() == 0) || tensor.scalar_type() != changed.tensor.scalar_type() ||
       tensor.device() != changed.tensor.device()) {
     throw std::invalid_argument("a buffer can be replaced by one of the same size, type and device only");
   }

@@ -63,8 +63,9 @@ class C10dTransport final : public Transport {
   void forget_ranges();
 
   // Blocks of this buffer are carried from and into `tensor` from now on, without groups: set_groups() must follow.
-  // Throws std::invalid_argument unless it has as many elements of the same type on the same device, and as the
-  // constructor does. REQUIRES: nothing is in flight.
+  // An empty tensor lets go of the memory, until the next call and before the next block. Throws std::invalid_argument
+  // unless it has as many elements of the same type on the same device, and as the constructor does. REQUIRES: nothing
+  // is in flight.
   void replace_buffer(int32_t buffer, const at::Tensor& tensor);
 
   // For the wire format int8: the groups of the numbers of an fp32 buffer, and the residual (see wire_codec.h), of the

@@ -174,13 +174,19 @@ GradientTable::~GradientTable() {
 void GradientTable::release() {
   on_written_ = nullptr;  // it keeps the buffers, and the capsule the engine
   sink_owner_ = py::object();
+  forget_layout();
+  states_.clear();
+  index_of_.clear();
+}
+
+void GradientTable::forget_layout() {
   *views_ = py::list();
+  index_of_.clear();
   for (const SharedState& state : states_) {
     state->visible_grad.set(py::none());
     state->update_grad.set(py::none());
+    index_of_[state->parameter.ptr()] = state->index;
   }
-  states_.clear();
-  index_of_.clear();
 }
 
 SharedState GradientTable::of(const py::handle& tensor) const {

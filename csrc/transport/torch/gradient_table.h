@@ -69,7 +69,9 @@ class GradientTable : public std::enable_shared_from_this<GradientTable> {
                pybind11::object on_gradient, pybind11::object on_placed);
   // Hooks parameters again that have a new node. Returns those that have or had post-accumulate hooks of the program.
   States refresh();
-  void remove();  // idempotent
+  void remove();  // idempotent; the table can be installed again
+  // Refers to no gradient until follow_layout(). REQUIRES: nothing is pending.
+  void forget_layout();
   // Refers to no parameter, no gradient and no engine any more. REQUIRES: remove().
   void release();
 

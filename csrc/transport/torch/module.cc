@@ -148,6 +148,7 @@ void bind_gradient_table(py::module_& module) {
       .def("refresh", &GradientTable::refresh,
            "Hooks parameters again that were converted. Those that have or had post-accumulate hooks of the program.")
       .def("remove", &GradientTable::remove, "Removes the hooks.")
+      .def("forget_layout", &GradientTable::forget_layout, "Lets go of all gradients, until follow_layout().")
       .def("release", &GradientTable::release, "Lets go of all parameters and gradients.")
       .def("begin_step", &GradientTable::begin_step, py::arg("timed"),
            "`timed(index)`, if it is not None, is called for each gradient of the step before that is sent. A "

@@ -1,7 +1,7 @@
 """An attachment to one or more modules, from ``attach`` to ``detach``: hooks around forward, and the current session.
 
 A session is made for a set of parameters. When that set changes (a layer is thawed or added), a new session begins,
-with a warm-up of its own. Inside ``ddp.join()``, while ranks run out of inputs, DDP reduces by itself.
+with a warm-up of its own. Around a DDP module DDP reduces by itself where no plan gains anything (handover.py).
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from gradcast.errors import Error, refused
 from gradcast.training import preflight
 from gradcast.training.acceptance import check_optimizers, check_owners, trainable
 from gradcast.training.compat import fork
-from gradcast.training.compat.ddp_takeover import DdpTakeover
 from gradcast.training.compat.module_hooks import InputsHook, around_forward
 from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call, refuse_pipeline
 from gradcast.training.plan.balancing import Balancing, SamplerCall, check_same_sampler
 from gradcast.training.sessions.forward import is_evaluation
+from gradcast.training.sessions.handover import Handover
 from gradcast.training.sessions.kinds import Setup
 from gradcast.training.sessions.open_blocks import Progress
 from gradcast.training.sessions.session import Session
@@ -45,7 +45,7 @@ class Attachment:
         self._is_called = False  # a forward pass of what the loop calls is open
         self._failure: Error | None = None  # of the start of a new session; nothing synchronizes the module since
         self._hooks: list[Any] = []
-        self._taken_over: DdpTakeover | None = None
+        self._handover: Handover | None = None
         self._begin(setup.accepted.parameters)
         self._compiled = self._compiled_blocks()
         try:
@@ -57,7 +57,7 @@ class Attachment:
     def _install(self) -> None:
         accepted = self._setup.accepted
         if accepted.ddp is not None:
-            self._taken_over = DdpTakeover(accepted.ddp, self._joining, self._joined)
+            self._handover = Handover(self._setup, accepted.ddp, self._given, self.session)
         self._hooks += around_forward(accepted.called, self._before_forward, self._after_forward)
         if accepted.ddp is not None and not isinstance(accepted.module, torch.jit.ScriptModule):
             self._hooks += around_forward([accepted.module], self._before_inner, self._after_inner)
@@ -70,12 +70,18 @@ class Attachment:
         self.session = Session(self._setup, parameters, self._given, progress)
         if self._balancing is not None:
             self.session.share_out(self._balancing)
+        if self._handover is not None:
+            self._handover.follow(self.session)
         self._layout = ModelLayout(self._setup.accepted.whole, self._setup.optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
         setup = self._setup
         split = setup.options.split_compiled and bool(setup.optimizers)  # in hook mode forward waits for nothing
         return CompiledBlocks(setup.accepted.whole, split, lambda: self.session.controller.warmup is not None)
+
+    @property
+    def _is_left_to_ddp(self) -> bool:
+        return self._handover is not None and self._handover.by_ddp
 
     @property
     def released(self) -> bool:
@@ -91,8 +97,8 @@ class Attachment:
         self._compiled.release()
         if not self.session.released:
             self.session.release(leaves=leaves, reusable=reusable)
-        if self._taken_over is not None:
-            self._taken_over.give_back()
+        if self._handover is not None:
+            self._handover.release()
         # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
         del self._setup, self._layout, self._compiled
 
@@ -100,6 +106,7 @@ class Attachment:
     def weight(self, n: Any) -> Iterator[None]:
         given = self._given
         if not given.active:
+            self._take_back_for("handle.weight()")
             with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
                 self._setup.group.gather(True, beside_blocks=True)
             given.active = True
@@ -113,6 +120,7 @@ class Attachment:
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
         group, what = self._setup.group, "gradcast.BalancedBatchSampler()"
+        self._take_back_for(what)
         waiting = self.session.exchange.watch.waiting(f"{what} on every rank")
         with waiting, group.together(what, beside_blocks=True):
             own = call()
@@ -124,6 +132,10 @@ class Attachment:
             self.session.share_out(self._balancing)
         if group.device.type != "cpu":
             group.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
+
+    def _take_back_for(self, what: str) -> None:
+        if self._handover is not None:
+            self._handover.take_back_for(what)
 
     def _weigh_samples(self) -> None:
         count = InputsHook(self._count_samples)
@@ -140,8 +152,8 @@ class Attachment:
             self.callbacks.without_forward()
             for each in self._setup.accepted.called:
                 self._before_forward(each, (), False)
-            if self._taken_over is not None:
-                self._taken_over.send_buffers()
+            if self._handover is not None:
+                self._handover.send_buffers()
             self.session.send_nothing()
 
     def _count_samples(self, module: nn.Module, inputs: Any, _: bool) -> None:
@@ -164,8 +176,8 @@ class Attachment:
         if self._is_borrowed:
             self.session.forward.before_borrowed(called)
             return
-        if self._taken_over is not None:
-            self._taken_over.before_forward()
+        if self._handover is not None and self._handover.before_forward(changed=changed):
+            return
         if changed:
             with default_context():
                 self._restart(frozen)
@@ -179,7 +191,7 @@ class Attachment:
 
     def _before_inner(self, inner: nn.Module, __: Any, ___: bool) -> None:
         """Called before forward of the module inside a wrapper, which may be called alone."""
-        if self.session.released:
+        if self.session.released or self._is_left_to_ddp:
             return
         if torch.jit.is_tracing():  # the trace must not contain our waiting
             self.session.forward.complete_step()
@@ -187,12 +199,12 @@ class Attachment:
             self.session.forward.before_evaluation()
 
     def _after_inner(self, inner: nn.Module, output: Any, _: bool) -> None:
-        if not self.session.released and not self._is_called:
+        if not self.session.released and not self._is_left_to_ddp and not self._is_called:
             self.session.forward.after_inner(inner, output)
 
     def _after_forward(self, called: nn.Module, output: Any, _: bool) -> None:
         self._is_called = False
-        if self.session.released:
+        if self.session.released or self._is_left_to_ddp:
             return
         if self._is_borrowed:
             self.session.forward.after_borrowed(called, output)
@@ -251,18 +263,3 @@ class Attachment:
         that freezes parts in turn therefore restarts once, not at each turn."""
         updated = {id(p) for each in self._setup.optimizers for group in each.param_groups for p in group["params"]}
         return {id(p) for p in before.parameters if not self._setup.optimizers or id(p) in updated}
-
-    def _joining(self) -> None:
-        if self.session.mode == "overlap":
-            raise refused(
-                "ranks may run out of inputs in ddp.join(), and the updates of those that go on would be missing on "
-                "the others; leave join() out, or use hook mode: gradcast.attach(ddp) without the optimizer"
-            )
-        self._setup.group.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
-        self.session.leave_reduction_to_ddp(True)
-        self._taken_over.reduce_again()
-
-    def _joined(self) -> None:
-        if self.session.cycle.ddp_reduces:
-            self._taken_over.take()
-            self.session.leave_reduction_to_ddp(False)

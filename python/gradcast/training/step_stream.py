@@ -59,7 +59,7 @@ class StepStream:
 
     def _new_steps(self) -> list[Step]:
         session, since_ns = self._attached.session, self._since_ns
-        if session.report.trace is None:
+        if session.report.trace is None or getattr(session.report, "reduced_by_ddp", False):
             self._since_ns = time.perf_counter_ns()
             self._count += 1
             return [Step(self._count - 1, since_ns, self._since_ns - since_ns)]

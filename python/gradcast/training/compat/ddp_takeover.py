@@ -6,7 +6,7 @@ DDP still does everything else: it sends buffers from rank 0 before forward, and
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,13 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import refused
+
+
+class Buckets(NamedTuple):
+    """DDP's buckets close at ``cap_bytes``. ``has_small_first``: the first one closes at torch's own size, 1 MiB."""
+
+    cap_bytes: int
+    has_small_first: bool
 
 
 def check_comm_hooks(ddp: DistributedDataParallel) -> None:
@@ -53,15 +60,19 @@ def _making_armed_reducers() -> Iterator[None]:
 class DdpTakeover:
     """Keeps DDP from reducing until ``give_back()``. Its reducer is an ArmedReducer.
 
+    ``active``: it does. ``in_join``: the program is inside ``ddp.join()``.
+
     With ``ddp.join()``, ranks that have run out of inputs shadow DDP's own operations, and cannot shadow gradcast's. So
-    DDP has to reduce there: ``joining`` is called before the first operation of such a run, ``joined`` after the last.
+    DDP has to reduce there: if it does not, ``joining`` is called before the first operation of such a run; ``joined``
+    is called after the last.
     """
 
     def __init__(self, ddp: DistributedDataParallel, joining: Callable[[], None], joined: Callable[[], None]) -> None:
         self._ddp = weakref.ref(ddp)
         self._joining, self._joined = joining, joined
-        self._in_join = False
+        self.in_join = False
         self._find_unused_parameters = ddp.find_unused_parameters
+        self._reductions, self._stats = 0, list[int]()
         self.active = False
         self.take()
         ddp.join_hook = self._join_hook
@@ -92,7 +103,7 @@ class DdpTakeover:
     def before_forward(self) -> None:
         """Calls ``joining`` in the first forward pass inside ``join()``. Raises Error for a communication hook."""
         check_comm_hooks(self._ddp())
-        if self._in_join and self.active and self._ddp()._join_config.enable:
+        if self.in_join and self.active and self._ddp()._join_config.enable:
             self._joining()
 
     def send_buffers(self) -> None:
@@ -103,25 +114,39 @@ class DdpTakeover:
 
     def _join_hook(self, **options: Any) -> JoinHook:
         """Replaces ``ddp.join_hook``."""
-        self._in_join = True
+        self.in_join = True
         return _WatchedJoin(DistributedDataParallel.join_hook(self._ddp(), **options), self)
 
     def end_join(self) -> None:
-        self._in_join = False
+        self.in_join = False
         self._joined()
 
-    def reduce_again(self) -> None:
-        """Gives DDP a new reducer, since the hooks of the old one cannot be restored."""
+    def reduce_again(self, buckets: Buckets | None = None) -> None:
+        """Gives DDP a new reducer, since the hooks of the old one cannot be restored. ``buckets``: their sizes, unless
+        the program has chosen a size."""
         ddp = self._ddp()
         ddp.find_unused_parameters = self._find_unused_parameters
         ddp._static_graph_delay_allreduce_enqueued = False
         parameters, expect_sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
+        before = Buckets(ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default)
+        if buckets is not None and before.has_small_first:  # torch's default size
+            ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = buckets
         ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+        ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = before
         if ddp.static_graph:
             ddp.reducer._set_static_graph()
             ddp.logger._set_static_graph()
         self.active = False
+        self._reductions, self._stats = 0, ddp.reducer.get_backward_stats()
+
+    def completed_reductions(self) -> int:
+        """The number of reductions that DDP has completed since ``reduce_again()``, if this is called before each
+        forward pass. With a static graph DDP's first one is not counted, on all ranks alike."""
+        stats = self._ddp().reducer.get_backward_stats()  # the times at which the last one was given each gradient
+        if stats != self._stats:
+            self._reductions, self._stats = self._reductions + 1, stats
+        return self._reductions
 
     def give_back(self) -> None:
         ddp = self._ddp()

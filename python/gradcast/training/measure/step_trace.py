@@ -76,9 +76,13 @@ class StepTrace:
         return now_ns if self.device_clock is None else Stamp.at(now_ns, self.device_clock.stamp())
 
     def begin(self, record: StepRecord) -> None:
-        if self._records:
-            self._records[-1].end_ns = record.start_ns
+        self.end(record.start_ns)
         self._records.append(record)
+
+    def end(self, end_ns: int) -> None:
+        """Ends the current step, if it has not ended."""
+        if self._records and self._records[-1].end_ns is None:
+            self._records[-1].end_ns = end_ns
 
     @property
     def current(self) -> StepRecord | None:

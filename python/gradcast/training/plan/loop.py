@@ -18,7 +18,8 @@ beginning of Following: iterations count for its monitor.
 
 The monitor (include/gradcast/monitor.h) gets the same step reports on every rank and so decides the same. From time to
 time it tries the DDP baseline for a few iterations. If the baseline is as fast, or if the plan is expected to gain too
-little, the ranks follow the baseline: gradients are sent as DDP sends them. If the shares of the batch follow the
+little, the ranks follow the baseline: gradients are sent as DDP sends them. Around a
+DDP module they let DDP do it itself after some steps (sessions/handover.py). If the shares of the batch follow the
 ranks' speed, a change of one rank's compute is measured again only if the shares do not answer it.
 
 The proposer (proposals.py) only computes: a transition gives it measurements, and all ranks check what rank 0 proposes.
@@ -26,6 +27,7 @@ The proposer (proposals.py) only computes: a transition gives it measurements, a
 
 import contextlib
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,8 +57,20 @@ from gradcast.training.step.step_message import StepMessage
 
 # After so many steps of a plan, and then again, the share of steps that clipping certifies is looked at.
 _SHARE_STEPS = 64
+# After so many steps of the baseline, followed for good, the monitor knows the usual times, and DDP takes the reduction
+# over; after fewer if the times were known before, after more if a rank had a reason against it.
+_STEPS_UNTIL_DDP = 32
+_STEPS_UNTIL_DDP_AGAIN = 12
+_STEPS_AFTER_REASON = 512
 # Another plan may be better if clipping certifies so many more or fewer steps, as a share of all.
 _OTHER_SHARE = 0.2
+
+
+class Leaving(enum.Enum):
+    """The time for which the ranks leave the reduction to DDP."""
+
+    FOR_GOOD = enum.auto()
+    FOR_TRIAL = enum.auto()
 
 
 class Phase:
@@ -90,6 +104,8 @@ class Following(Phase):
         """``calibration``: of the plan's first steps, in the phase Calibrating."""
         self.monitor, self.calibration, self.on_baseline = monitor, calibration, on_baseline
         self.iterations = 0  # since calibration
+        self.until_ddp = _STEPS_UNTIL_DDP
+        self.ddp_steps_ns: list[float] | None = None  # of a trial in which DDP has reduced: this rank's
 
     @property
     def times_blocks(self) -> bool:  # type: ignore[override]
@@ -113,7 +129,9 @@ class Following(Phase):
 class PlanLoop:
     """``agreed``: the plan in force, in a warm-up one of its plans; ``version`` counts them. ``profile``: the measured
     one. ``unseen_reads``: of parameters with unseen reads on some rank, in any warm-up or in the checkpoint.
-    ``comparison``: the monitor's last one with the baseline."""
+    ``comparison``: the monitor's last one with the baseline. ``reason_against_ddp``: returns this rank's reason why DDP
+    cannot reduce by itself, if it has one; None if there is no DDP. ``leaves_to_ddp``: all ranks have agreed that DDP
+    does so from the next forward pass on: for good, or for a trial."""
 
     def __init__(
         self,
@@ -141,6 +159,9 @@ class PlanLoop:
         self.unseen_reads: dict[int, UnseenRead] = {}
         self.comparison: _core.Comparison | None = None
         self.version = 0
+        self.reason_against_ddp: Callable[[], str | None] | None = None
+        self.leaves_to_ddp: Leaving | None = None
+        self._logged_reason = ""
         with self._agreeing():
             self.phase: Phase = self._begin_warmup(buffers.order_of_warmup)
 
@@ -154,6 +175,7 @@ class PlanLoop:
         if self.warmup is not None:
             self.warmup.release()
         del self._make_warmup
+        self.reason_against_ddp = None
 
     def log_comparison(self) -> None:
         """Logs the expected and the measured speed-up, if the baseline was tried."""
@@ -173,6 +195,7 @@ class PlanLoop:
         """Decides what the iteration that begins follows. ``start_ns``: the start of its backward pass. ``weights``:
         those of the last iteration, None if it had none. REQUIRES: nothing is in flight, except in a device's queue
         unless ``phase.times_blocks``."""
+        self.leaves_to_ddp = None  # no forward pass came before this backward pass
         trace = self.meter.trace
         own, reports = self.meter.step_ended(start_ns, self._waiting_stage())
         if self.meter.iterations:
@@ -254,12 +277,19 @@ class PlanLoop:
             return self.start_plan(agreed, calibrates=False)
 
     def _after_step(self, phase: Following, reports: Sequence[StepReport] | None) -> Phase:
-        decision = phase.decide(self.meter.reported, reports)
+        if phase.ddp_steps_ns is None:
+            decision = phase.decide(self.meter.reported, reports)
+        else:
+            decision = self._trial_ended(phase, phase.ddp_steps_ns)
         if decision is not None:
             self.comparison = phase.monitor.comparison()
             if decision.change is not None and not (self.balancing and self.balancing.defers(decision.change)):
                 return self._measure_again(decision.change)
             self._obey(phase, decision)
+        if self.agreed.runs_as_baseline:
+            phase.until_ddp -= 1
+            if phase.until_ddp == 0 and not self._leave_to_ddp(Leaving.FOR_GOOD):
+                phase.until_ddp = _STEPS_AFTER_REASON
         phase.iterations += 1
         rounds, position = divmod(phase.iterations, _SHARE_STEPS)
         if rounds and position == 0:
@@ -270,7 +300,8 @@ class PlanLoop:
 
     def _obey(self, phase: Following, decision: _core.Decision) -> None:
         """Begins or ends a trial of the baseline, or follows it for good."""
-        if decision.on_baseline != phase.on_baseline:
+        begins = decision.on_baseline and not phase.on_baseline and not decision.stepped_aside
+        if not (begins and self._leave_to_ddp(Leaving.FOR_TRIAL)) and decision.on_baseline != phase.on_baseline:
             phase.on_baseline = decision.on_baseline
             self._activate(on_baseline=decision.on_baseline)
         if decision.stepped_aside:
@@ -282,6 +313,37 @@ class PlanLoop:
             self.agreed = dataclasses.replace(self.agreed, runs_as_baseline=True)
             self.alarms.plan_began(self.agreed)
             self.version += 1
+
+    def _leave_to_ddp(self, leaving: Leaving) -> bool:
+        """Lets DDP reduce by itself, if there is one, and no rank has a reason against it."""
+        if self.reason_against_ddp is None:
+            return False
+        with self._agreeing():
+            reasons = self.group.gather(self.reason_against_ddp())
+        rank, reason = next(((rank, why) for rank, why in enumerate(reasons) if why is not None), (0, None))
+        if reason is None:
+            self.leaves_to_ddp = leaving
+        elif reason != self._logged_reason:
+            self.group.info(f"running as DDP means with DDP's buckets, not by DDP itself: {reason} (rank {rank})")
+            self._logged_reason = reason
+        return reason is None
+
+    def look_again(self, ddp_steps_ns: list[float] | None) -> None:
+        """Follows the plan in force again after DDP has reduced. ``ddp_steps_ns``: of a trial, this rank's steps."""
+        if isinstance(self.phase, Following):
+            self.phase.until_ddp, self.phase.ddp_steps_ns = _STEPS_UNTIL_DDP_AGAIN, ddp_steps_ns
+
+    def _trial_ended(self, phase: Following, own_ns: Sequence[float]) -> _core.Decision:
+        """Gives the steps of a trial to the monitor. ``own_ns``: of this rank."""
+        phase.ddp_steps_ns = None
+        with self._agreeing():
+            steps = list(zip(*self.group.gather(list(own_ns)), strict=False))
+        while True:  # as many as it has asked for
+            times_ns = steps.pop(0) if steps else ()
+            facts = [_core.RankFacts(step_ns=each, busy_ns=0, link_ns=0) for each in times_ns]
+            decision = phase.monitor.on_iteration(True, facts)
+            if not decision.on_baseline or decision.stepped_aside:
+                return decision
 
     def _measure_again(self, change: _core.Change) -> Phase:
         with self._agreeing():

@@ -34,6 +34,10 @@ class ForwardPasses:
         self.module_buffers, self._warn_once = module_buffers, warn_once
         self._unseen: UnseenWaits | None = UnseenWaits(module, cycle.steps, lambda: cycle.lock, warn_once)
 
+    def leave(self) -> None:
+        """Removes the hooks of modules, until the next forward pass."""
+        self._unseen.release()
+
     def release(self) -> None:
         self._unseen.release()
         self._unseen = None  # the session, which a handle keeps, must not keep the module

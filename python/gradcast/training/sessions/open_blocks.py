@@ -20,7 +20,11 @@ class NoSyncBlocks:
     For a bare module a pass is inside of a block or outside, forward and backward alike. Around a DDP module DDP
     decides: its forward arms the reducer, which reduces the next backward pass, inside of a block or not. Of further
     passes through the outputs of that forward DDP reduces none, and gradcast those outside of the blocks.
+
+    ``exceeds_ddp``: there was such a pass.
     """
+
+    exceeds_ddp = False
 
     def __init__(self, ddps: Iterable[DistributedDataParallel] = ()) -> None:
         # A handle that the program keeps must not keep its DDP alive.
@@ -51,7 +55,10 @@ class NoSyncBlocks:
         is not, or the other way round."""
         outside = forward is not None and forward.synchronizes
         if self._ddps:
-            return all(ddp.reducer.is_armed for ddp in self._ddps) or (outside and not self.is_open)
+            if all(ddp.reducer.is_armed for ddp in self._ddps):
+                return True
+            self.exceeds_ddp |= outside and not self.is_open
+            return outside and not self.is_open
         if forward is not None and outside == self.is_open:
             raise refused(
                 f"this backward pass runs {'inside' if outside else 'outside'} of handle.no_sync(), and its forward "

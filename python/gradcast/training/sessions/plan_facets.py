@@ -2,6 +2,7 @@
 
 import logging
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from gradcast import _core
@@ -23,6 +24,10 @@ _log = logging.getLogger("gradcast")
 
 
 class PlanReport(Report):
+    """``reduced_by_ddp``: DDP reduces the gradients by itself."""
+
+    reduced_by_ddp = False
+
     def __init__(self, controller: PlanLoop, steps: OptimizerSteps) -> None:
         self._controller, self._steps = controller, steps
         self.trace = controller.meter.trace
@@ -82,7 +87,8 @@ class PlanReport(Report):
             "record_bytes": counters.record_bytes,
             "engine_us_per_block": counters.loop_ns / 1e3 / counters.blocks if counters.blocks else None,
             "runs_as_ddp": agreed.runs_as_baseline,
-            "tries_ddp": controller.phase.on_baseline and not agreed.runs_as_baseline,
+            "reduced_by_ddp": self.reduced_by_ddp,
+            "tries_ddp": (controller.phase.on_baseline or self.reduced_by_ddp) and not agreed.runs_as_baseline,
             "expected_gain": None if agreed.expectation is None else agreed.expectation.gain,
             "measured_gain": compared.baseline_ns / compared.plan_ns if compared and compared.baseline_count else None,
             "slowest_rank": controller.phase.slowest_rank,
@@ -101,10 +107,13 @@ class PlanReport(Report):
 
 
 class PlanCheckpoint(Checkpoint):
+    """``before_load``: called before a state is loaded."""
+
     def __init__(self, report: Report, cycle: StepCycle, module_buffers: ModuleBuffers | None) -> None:
         super().__init__(cycle.controller.proposer.mode, cycle.controller.group, report)
         self._cycle, self._controller, self._module_buffers = cycle, cycle.controller, module_buffers
         self._weights, self._exchange = cycle.gradients.weights, cycle.gradients.exchange
+        self.before_load: Callable[[], None] = lambda: None
 
     @property
     def saves_anew(self) -> bool:
@@ -124,6 +133,7 @@ class PlanCheckpoint(Checkpoint):
         return state | {"mean_weight": self.mean_weight} | residuals.saved(self._exchange.buffers, self._group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before_load()
         self._cycle.flush()
         what = "handle.load_state_dict()"
         with self._exchange.watch.waiting(f"{what} on every rank"), self._group.together(what):

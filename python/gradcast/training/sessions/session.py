@@ -22,6 +22,7 @@ In hook mode the session waits for all gradients where backward ends, and ``step
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class Session(TrainingSession):
     """The parts of a session, wired to one another, from its first step to its end."""
 
     report: PlanReport
+    checkpoint: PlanCheckpoint
 
     def __init__(
         self,
@@ -114,10 +116,14 @@ class Session(TrainingSession):
         self.on_callbacks_changed()
         if options.clips:
             self.early_clipping = EarlyClipping(options, steps, cycle.lock, cycle.use_gradients)
-        self._handles = gradients.install(cycle)
-        if buffers.residuals:
-            self._handles.append(residuals.refuse_scalers_of(parameters.values(), cycle))
-        steps.intercept(cycle.on_step, cycle.flush, lambda: cycle.lock)
+        self._install()
+
+    def _install(self) -> None:
+        cycle, exchange = self.cycle, self.exchange
+        self._handles = cycle.gradients.install(cycle)
+        if exchange.buffers.residuals:
+            self._handles.append(residuals.refuse_scalers_of(self.parameters, cycle))
+        cycle.steps.intercept(cycle.on_step, cycle.flush, lambda: cycle.lock)
 
     # --- For the handle (TrainingSession) ---
 
@@ -168,7 +174,7 @@ class Session(TrainingSession):
     def long_frozen(self) -> set[int]:
         """Ids of parameters that have been frozen on all ranks for so many steps that they need not be sent; the same
         on every rank."""
-        return self.cycle.gradients.arrived.long_frozen
+        return set() if self.cycle.ddp_reduces else self.cycle.gradients.arrived.long_frozen
 
     def share_out(self, balancing: Balancing) -> None:
         """Adapts the ranks' shares of a batch to their reports."""
@@ -181,11 +187,31 @@ class Session(TrainingSession):
         with self.cycle.lock:
             self.cycle.gradients.send_nothing()
 
-    def leave_reduction_to_ddp(self, leave: bool) -> None:
-        """Makes DDP reduce the gradients itself from now on; without ``leave``, gradcast does so again."""
+    def leave_to_ddp(self) -> None:
+        """Makes room for DDP: until ``take_back`` nothing of this session runs in a step, and the memory of its buffers
+        is free. What was measured and planned stays."""
         self.flush()
-        self.cycle.gradients.used_unsynchronized.clear()
-        self.cycle.ddp_reduces = leave
+        cycle, gradients = self.cycle, self.cycle.gradients
+        cycle.ddp_reduces = self.report.reduced_by_ddp = True
+        cycle.trace.end(time.perf_counter_ns())
+        self._callbacks.in_parts = False
+        self.forward.leave()
+        cycle.steps.leave()
+        self._remove_hooks()
+        parameter_state.release(gradients.states)
+        self.exchange.move_out()
+
+    def take_back(self) -> None:
+        """Ends ``leave_to_ddp``: the next backward pass follows the plan in force."""
+        self.exchange.lay_out(self.exchange.order)
+        self._install()
+        self._callbacks.in_parts = self.mode == "overlap"
+        self.cycle.ddp_reduces = self.report.reduced_by_ddp = False
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def abandon(self) -> None:
         """Ends all waits, in a forked child."""
@@ -200,13 +226,11 @@ class Session(TrainingSession):
         self.controller.release()
         self.forward.release()
         self.cycle.steps.release()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove_hooks()
         parameter_state.release(gradients.states)
         gradients.table.release()  # any reference of ours to a view would look like one of the program's
         try:
-            self.exchange.buffers.move_out()  # needs memory
+            self.exchange.buffers.release()  # needs memory
         finally:
             self.exchange.shutdown()
         if leaves:

@@ -37,6 +37,7 @@ MEANINGS = {
         "expected_gain": "predicted speed as a multiple of DDP's with its best bucket size",
         "measured_gain": "the same from the trials of the DDP baseline during training",
         "runs_as_ddp": "gradients are sent as DDP sends them, because nothing is to be gained",
+        "reduced_by_ddp": "DDP's own reducer sends them; gradcast looks again later, and what it measures is older",
         "tries_ddp": "they do so in this step, in a trial",
         "slowest_rank": "a rank that computes at least a tenth longer than the others",
     },

@@ -75,7 +75,7 @@ class ForwardTime:
 
 class StepCycle:
     """The listener of the gradients (GradientHooks), and the owner of pending tensors (pending.Owner). ``ddp_reduces``:
-    inside ddp.join()."""
+    gradcast reduces nothing (handover.py)."""
 
     def __init__(
         self,

@@ -57,8 +57,16 @@ class BackwardPasses:
 
     def is_expected(self, module: nn.Module) -> bool:
         """Returns whether a forward pass of ``module`` since the last backward pass has left a living graph."""
+        return any(called is module for called in self._with_graph())
+
+    @property
+    def graph_count(self) -> int:
+        """The number of living graphs of forward passes since the last backward pass."""
+        return len(self._with_graph())
+
+    def _with_graph(self) -> list[nn.Module]:
         self._graphs = [each for each in self._graphs if each[1]() is not None]
-        return any(called is module for called, _ in self._graphs)
+        return [called for called, _ in self._graphs]
 
     def goes_through(self, forward: ForwardPass) -> bool:
         """Notes that the current pass comes through the output of this forward pass. Returns False if that is known."""

@@ -51,9 +51,13 @@ class DeferredOptimizer:
         self.interception.flush_before_state(flush)
         self.guard = OptimizerStateGuard(self.optimizer, on_access, lock)
 
-    def release(self) -> None:
+    def leave(self) -> None:
+        """Gives the optimizer its own ``step()`` again, until ``intercept``. Idempotent."""
         self.interception.remove()
         self.guard.release()
+
+    def release(self) -> None:
+        self.leave()
         del self.optimizer, self.states, self._places, self._others, self._partial  # a handle may keep this object
 
     @property

@@ -98,7 +98,7 @@ class GradientBuffers(GradientSizes):
         super().__init__(names, parameters, wire)
         self._allocating = allocating
         self._world_size = world_size
-        self.flats = [self._new_flat(buffer) for buffer in range(len(self.dtypes))]
+        self.flats = self._new_flats()
         self.with_groups = [i for i in range(len(self.names)) if self.has_groups(i) and self.is_gradient(i)]
         self.residuals = {
             buffer: torch.zeros_like(self.flats[buffer]) for buffer in {self.buffer_of[i] for i in self.with_groups}
@@ -115,11 +115,16 @@ class GradientBuffers(GradientSizes):
         return sum(map(self.bytes_of, range(len(self.parameters))))
 
     def move_out(self) -> None:
-        """Moves gradients out of the buffers, except those that the program keeps, and frees the memory. This object
-        must not be used afterwards."""
+        """Moves gradients out of the buffers, except those that the program keeps, and frees the memory, until
+        ``lay_out``."""
         for index, gradient in self._moving(self._kept()).items():
             self.parameters[index].grad = gradient
-        self.flats, self.views, self.residuals = [], [], {}
+        self.flats, self.views, self.addresses = [], [], []
+
+    def release(self) -> None:
+        """Moves gradients out, and refers to no parameter any more. This object must not be used afterwards."""
+        self.move_out()
+        self.residuals = {}
         self.parameters = [torch.empty_like(each, device="meta") for each in self.parameters]  # their sizes
 
     def residual_of(self, index: int) -> torch.Tensor:
@@ -169,6 +174,7 @@ class GradientBuffers(GradientSizes):
         of backward, when memory use is highest. REQUIRES: nothing of the buffers is in flight, no update is pending,
         and the only references in Python to a view are ``views`` and those of the program.
         """
+        self.flats = self.flats or self._new_flats()
         kept = self._kept()
         self.keep_apart(kept)
         moving = self._moving(kept)
@@ -199,6 +205,9 @@ class GradientBuffers(GradientSizes):
             self.parameters[index].grad = self.views[index]
         for index, residual in residuals.items():
             self.residual_of(index).copy_(residual)
+
+    def _new_flats(self) -> list[torch.Tensor]:
+        return [self._new_flat(buffer) for buffer in range(len(self.dtypes))]
 
     def _new_flat(self, buffer: int) -> torch.Tensor:
         members = [index for index, each in enumerate(self.buffer_of) if each == buffer]

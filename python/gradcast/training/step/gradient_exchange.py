@@ -65,19 +65,30 @@ class GradientExchange:
         """Lays the gradients out anew, in new memory if the program keeps old ones. REQUIRES: as
         ``wait_until_idle``."""
         self.wait_until_idle()
-        before = list(self.buffers.flats)
+        before = dict(enumerate(self.buffers.flats))
         self.buffers.lay_out(order)
         if self.on_device:
             self._transport.forget_ranges()
-        for buffer, (old, new) in enumerate(zip(before, self.buffers.flats, strict=True)):
-            if new is not old:
-                self._transport.replace_buffer(buffer, new)
+        for buffer, flat in enumerate(self.buffers.flats):
+            if flat is not before.get(buffer):
+                self._transport.replace_buffer(buffer, flat)
         self._set_groups()
         self.order = tuple(order)
         places = enumerate(self.buffers.layout)
         by_parameter = {self.order[k]: (k, each.buffer, each.lo_bytes, each.end_bytes) for k, each in places}
         self.places = [by_parameter[index] for index in range(len(order))]
         self.views_changed()
+
+    def move_out(self) -> None:
+        """Moves gradients out of the buffers and frees their memory, until ``lay_out``. REQUIRES: as
+        ``wait_until_idle``; the table has no hooks."""
+        self.wait_until_idle()
+        if self.on_device:
+            self._transport.forget_ranges()
+        for buffer, flat in enumerate(self.buffers.flats):
+            self._transport.replace_buffer(buffer, flat.new_empty(0))
+        self._table.forget_layout()  # any reference of ours to a view would look like one of the program's
+        self.buffers.move_out()
 
     def views_changed(self) -> None:
         """Makes the table follow the buffers' views."""

@@ -70,7 +70,8 @@ class OptimizerStateGuard:
     session's, which a forked child replaces."""
 
     def __init__(self, optimizer: Optimizer, complete_updates: Callable[[], None], lock: Lock) -> None:
-        self._optimizer, self._complete_updates, self._lock = optimizer, complete_updates, lock
+        self._optimizer: Any = optimizer  # None once it is released
+        self._complete_updates, self._lock = complete_updates, lock
         self._is_updating = False
         self._guarded: GuardedState | None = None  # the state of the step whose updates are pending
         self._entries: dict[int, tuple[ParameterState, list[torch.Tensor]]] = {}  # by index: its pending tensors
@@ -139,14 +140,16 @@ class OptimizerStateGuard:
         self._guarded = None  # the program may have replaced it
 
     def release(self) -> None:
-        """Gives the optimizer an ordinary state again, whether or not updates are pending."""
+        """Gives the optimizer an ordinary state again, whether or not updates are pending. Idempotent."""
+        if self._optimizer is None:
+            return
         self.end_step()
         pending.clear(self._tensors())
         self._entries.clear()
         state = self._optimizer.state
         if type(state) is GuardedState:
             self._optimizer.state = collections.defaultdict(dict, dict.items(state))
-        del self._optimizer
+        self._optimizer = None
 
     def _before_access(self) -> None:
         with self._lock():

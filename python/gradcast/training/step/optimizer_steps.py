@@ -68,6 +68,11 @@ class OptimizerSteps:
             on_access = functools.partial(self.complete_updates_of, number, Cause.STATE)
             each.intercept(functools.partial(on_step, number), flush, on_access, lock)
 
+    def leave(self) -> None:
+        """Gives the optimizers their own ``step()`` again, until ``intercept``."""
+        for each in self.optimizers:
+            each.leave()
+
     def release(self) -> None:
         for each in self.optimizers:
             each.release()

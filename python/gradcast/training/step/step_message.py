@@ -39,11 +39,11 @@ def message_tensor(parameters: Sequence[torch.Tensor], *, with_norms: bool) -> t
 class StepMessage:
     """``index``: of its tensor, behind the parameters in the buffers. ``is_written``: in the open pass.
     ``own_reports``: this rank's, REPORT_ELEMENTS elements in host memory. ``asks_for_plan``: this rank asks all ranks
-    to plan again."""
+    to plan again. ``has_flagged_unused``: in some step this rank has not used all parameters."""
 
     def __init__(self, buffers: GradientBuffers, parameter_count: int, world_size: int) -> None:
         self.index, self.is_written = parameter_count, False
-        self.asks_for_plan = False
+        self.asks_for_plan = self.has_flagged_unused = False
         self._buffers = buffers
         self._unused = min(_UNUSED, _ALL_UNUSED_MAX / (2 * world_size))
         self._norms_at = parameter_count + SIGNATURE_ELEMENTS + REPORT_ELEMENTS
@@ -63,6 +63,7 @@ class StepMessage:
 
     def flag_unused(self, index: int, *, frozen: bool) -> None:
         self._own_flags[index] = 0.0 if frozen else self._unused
+        self.has_flagged_unused = True
 
     def flag_failed(self, index: int) -> None:
         """Notes that this rank's backward pass has failed before it reached this parameter."""

@@ -46,6 +46,7 @@ class UnseenWaits:
             hook.remove()
         self._hooks.clear()
         self._waited_first.clear()
+        self._reads = {}
 
     def _follow(self, reads: Mapping[int, UnseenRead]) -> None:
         self.release()

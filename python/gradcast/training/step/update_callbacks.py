@@ -43,11 +43,10 @@ class UpdateCallback:
 
 class UpdateCallbacks:
     """The callbacks of one attached module, whose sessions come and go. ``noted``: updated parts, by name, that the
-    functions have not been called with yet."""
+    functions have not been called with yet. ``in_parts``: a session calls ``run``."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], *, in_parts: bool) -> None:
-        """``in_parts``: a session calls ``run``."""
-        self._in_parts = in_parts
+        self.in_parts = in_parts
         self._callbacks: list[UpdateCallback] = []
         self.noted: collections.deque[dict[str, nn.Parameter]] = collections.deque()
         self._unhook: Callable[[], Any] | None = None  # while functions are called after each step() of any optimizer
@@ -125,7 +124,7 @@ class UpdateCallbacks:
         updated = {name: parameter for name, parameter in self._parameters.items() if id(parameter) in held}
         if not updated:
             return
-        if not self._in_parts:
+        if not self.in_parts:
             self.noted.append(updated)
             self.run("after step()")
         if next(iter(self._parameters)) in updated:  # of several optimizers, the one that makes a step count

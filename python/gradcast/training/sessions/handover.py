@@ -1,0 +1,180 @@
+"""Who reduces the gradients of a DDP module that gradcast is attached to: gradcast, or DDP itself.
+
+Where no plan gains anything, the session follows the DDP baseline (plan/loop.py). After some steps of that it hands the
+reduction back to DDP, and nothing of gradcast runs in a step but the functions around forward: no hooks behind
+gradients, no events, no reports, and ``step()`` is the optimizer's own. Now and then gradcast takes the reduction back
+for a few steps, in which the monitor sees whether the network or compute has changed. Where a plan is followed, DDP
+reduces in the trials with which it is compared. Inside ``ddp.join()`` DDP reduces, too.
+
+All ranks change at the same step, in the first forward pass after a certain reduction, and without a message there. In
+the backward pass before, they have agreed to hand over, unless a rank has a reason to stay: the graph of another
+forward pass for one, which waits for gradcast. To take the reduction back, each counts the reductions that DDP has
+completed, which are the same on all ranks, whatever else a rank's program does with its module.
+"""
+
+import itertools
+import time
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcast import _core
+from gradcast.errors import refused
+from gradcast.training.compat.ddp_takeover import Buckets, DdpTakeover
+from gradcast.training.plan.loop import Leaving
+from gradcast.training.sessions.kinds import Setup
+from gradcast.training.sessions.session import Session
+from gradcast.training.step.backward_passes import NO_TASK, current
+from gradcast.training.step.compiled_blocks import is_compiled
+from gradcast.training.step.weights import GivenWeights
+
+# DDP reduces so many steps before gradcast looks again; twice as many each time, up to the maximum.
+_INTERVAL = 400
+_INTERVAL_MAX = 3200
+# A trial has so many steps. In the first ones DDP has one bucket, and then forms its buckets anew.
+_TRIAL_STEPS = 6
+_TRIAL_SKIPPED = 2
+
+
+class Handover:
+    """``by_ddp``: DDP reduces."""
+
+    def __init__(self, setup: Setup, ddp: DistributedDataParallel, given: GivenWeights, session: Session) -> None:
+        self._setup, self._ddp_finds_unused, self._given = setup, ddp.find_unused_parameters, given
+        self._covered = set(map(id, setup.accepted.parameters.values()))
+        self._taken_over = DdpTakeover(ddp, self._joining, self._joined)
+        self.by_ddp = False
+        self._interval, self._version = _INTERVAL, -1
+        self._count = 0  # of DDP's reductions when the last forward pass began
+        self._until = 0
+        self._starts_ns: list[int] | None = None  # of the steps of a trial
+        self.follow(session)
+
+    def follow(self, session: Session) -> None:
+        """Another session begins."""
+        self._session, self._parameters = session, session.parameters
+        session.controller.reason_against_ddp = self._reason_to_stay
+        session.checkpoint.before_load = lambda: self.take_back_for("handle.load_state_dict()")
+
+    def release(self) -> None:
+        """Leaves the reduction to DDP for good. REQUIRES: the session has been released."""
+        self._taken_over.give_back()
+        self._parameters = []
+
+    def send_buffers(self) -> None:
+        self._taken_over.send_buffers()
+
+    def before_forward(self, *, changed: bool) -> bool:
+        """Changes who reduces, if that is due. Returns ``by_ddp``. ``changed``: the module has other parameters."""
+        self._taken_over.before_forward()
+        if not torch.is_grad_enabled() or current() != NO_TASK:
+            return self.by_ddp
+        if self._taken_over.in_join:
+            if changed:
+                raise refused("the module's parameters have changed inside ddp.join(); change them outside of it")
+        elif self.by_ddp:
+            self._note_reductions()
+            # DDP knows neither other parameters nor frozen ones.
+            is_frozen = not all(each.requires_grad for each in self._parameters)
+            if changed or is_frozen or self._count >= self._until:
+                self._take_back()
+        elif self._session.controller.leaves_to_ddp is not None:
+            self._leave_as_agreed(self._session.controller.leaves_to_ddp)
+        return self.by_ddp
+
+    def take_back_for(self, what: str) -> None:
+        """Takes the reduction back for a call of the program, ``what``, on every rank. Raises Error(invalid_use)
+        between forward and backward of a step that DDP reduces."""
+        if not self.by_ddp:
+            return
+        before = self._count
+        self._note_reductions()
+        if self._count == before:
+            raise refused(
+                f"{what} is called between forward and backward of a step, and DDP reduces this step, since no plan "
+                "gains anything here; call it before forward"
+            )
+        self._take_back()
+
+    def _note_reductions(self) -> None:
+        before, self._count = self._count, self._taken_over.completed_reductions()
+        self._session.progress.steps += self._count - before
+        if self._count > before and self._starts_ns is not None:
+            self._starts_ns.append(time.perf_counter_ns())
+
+    def _reason_to_stay(self) -> str | None:
+        """Returns the reason of this rank why DDP must not reduce from the next forward pass on. Called where backward
+        begins."""
+        options, gradients = self._setup.options, self._session.cycle.gradients
+        if options.clips or self._given.active or options.compare_every or options.wire != "fp32":
+            return "clipping, weights, compare_every and wire formats are gradcast's"
+        if self._setup.callbacks:
+            return "functions are called with updates"
+        if any(map(is_compiled, self._setup.accepted.called)):
+            return "the model is compiled as a whole"
+        if not self._covered.issuperset(map(id, self._parameters)):
+            return "parameters are trained that DDP did not have when it was made"
+        if gradients.message.has_flagged_unused and not self._ddp_finds_unused:
+            return "steps leave parameters out, and this DDP has no find_unused_parameters"
+        if self._session.progress.no_sync_blocks.exceeds_ddp:
+            return "backward passes are reduced that DDP would not reduce"
+        if gradients.passes.graph_count > 1:
+            return "the graph of another forward pass is alive"
+        if not _has_room(self._setup.group.device, gradients.exchange.buffers.size_bytes):
+            return "the device has no room for DDP's buckets"
+        return None
+
+    def _leave_as_agreed(self, leaving: Leaving) -> None:
+        controller = self._session.controller
+        controller.leaves_to_ddp = None
+        self._leave(_buckets(controller.agreed.baseline))
+        if leaving is Leaving.FOR_TRIAL:
+            self._until, self._starts_ns = _TRIAL_STEPS, []
+            return
+        if controller.version != self._version:
+            self._interval, self._version = _INTERVAL, controller.version
+        self._until = self._interval
+        self._interval = min(2 * self._interval, _INTERVAL_MAX)
+        self._setup.group.info("DDP reduces by itself from here on; gradcast looks again after %d steps", self._until)
+
+    def _leave(self, buckets: Buckets | None = None) -> None:
+        self._session.leave_to_ddp()
+        self._taken_over.reduce_again(buckets)
+        self._count = 0
+        self.by_ddp = True
+
+    def _take_back(self) -> None:
+        self._taken_over.take()
+        self._session.take_back()
+        self.by_ddp = False
+        steps_ns = None
+        if self._starts_ns is not None:
+            starts_ns, self._starts_ns = self._starts_ns[_TRIAL_SKIPPED - 1 :], None
+            steps_ns = [float(end - start) for start, end in itertools.pairwise(starts_ns)]
+        self._session.controller.look_again(steps_ns)
+
+    def _joining(self) -> None:
+        self._setup.group.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
+        self._leave()
+
+    def _joined(self) -> None:
+        # Ranks without inputs have seen other forward passes.
+        if self.by_ddp:
+            self._take_back()
+
+
+def _buckets(baseline: _core.Plan | None) -> Buckets | None:
+    """The sizes at which DDP's buckets close to be those of the baseline, as far as DDP has them."""
+    if baseline is None:
+        return None
+    sizes = [block.size_bytes for block in baseline.blocks]
+    caps = sizes[1:-1] or sizes[:-1] or sizes  # the last bucket holds the rest
+    return Buckets(min(caps), sizes[0] < min(caps) / 2)
+
+
+def _has_room(device: torch.device, size_bytes: int) -> bool:
+    """Returns whether so much memory is free on a GPU."""
+    if device.type != "cuda":
+        return True
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) >= size_bytes

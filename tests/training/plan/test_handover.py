@@ -1,0 +1,349 @@
+"""Where no plan gains anything, DDP reduces by itself, and gradcast looks again: with DDP's bits, at the same steps on
+all ranks."""
+
+import contextlib
+import itertools
+import time
+from unittest import mock
+
+import pytest
+
+import gradcast
+from gradcast import _core
+from training.attached import heard, not_refused, planning
+from training.inside import session_of
+from training.models import TASKS
+from training.needs import torch
+from training.plan.test_adapt import expectation
+from training.pool import on_ranks
+from training.sides import DDP, Side, differences
+
+pytest.importorskip("training.needs")
+from gradcast.training.compat import extension
+from gradcast.training.plan import loop, proposals
+from gradcast.training.sessions import handover
+
+nn = torch.nn
+STEPS = 32
+
+
+@contextlib.contextmanager
+def soon(gain=1.01):
+    """Nothing is expected of plans, and little time passes until DDP reduces, and until gradcast looks again."""
+    with (
+        mock.patch.object(proposals, "expect", return_value=expectation(gain)),
+        mock.patch.multiple(loop, _STEPS_UNTIL_DDP=3, _STEPS_UNTIL_DDP_AGAIN=3, _STEPS_AFTER_REASON=4),
+        mock.patch.multiple(handover, _INTERVAL=3, _INTERVAL_MAX=5),
+    ):
+        yield
+
+
+class Loop:
+    """A training with DDP, the same on both sides. ``by_ddp``: of each step with gradcast, whether DDP reduced it."""
+
+    def __init__(self, side, *, ddp=None, optimizer=torch.optim.Adam, **options):
+        self.side, self.by_ddp = side, []
+        self.module = TASKS["plain"].module()
+        self.ddp = DDP(self.module, **(ddp or {}))
+        self.optimizer = optimizer(self.module.parameters(), lr=0.01)
+        side.attach(self.ddp, self.optimizer, plan=planning(adapt=True), **options)
+
+    def backward(self, number):
+        inputs, targets = TASKS["plain"].batch(self.side.rank, number)
+        nn.functional.cross_entropy(self.ddp(inputs), targets).backward()
+
+    def step(self, number):
+        self.backward(number)
+        self.optimizer.step()
+        self.note()
+
+    def note(self):
+        if self.side.handle is not None:
+            self.by_ddp.append(self.side.handle.stats()["reduced_by_ddp"])
+
+    def result(self):
+        return self.side.result(self.module, self.optimizer)
+
+    def changes(self):
+        """How often the reduction went to DDP, and came back."""
+        pairs = list(zip(self.by_ddp, self.by_ddp[1:], strict=False))
+        return pairs.count((False, True)), pairs.count((True, False))
+
+
+def goes_and_returns(training):
+    if training.side.handle is not None:
+        assert min(training.changes()) >= 2, training.by_ddp
+
+
+def plain(side, set_to_none, ddp):
+    training = Loop(side, ddp=ddp)
+    for number in range(STEPS):
+        training.optimizer.zero_grad(set_to_none=set_to_none)
+        training.step(number)
+    goes_and_returns(training)
+    return training.result()
+
+
+def no_sync(side):
+    """With a backward pass whose gradients stay, and are not there where the reduction changes."""
+    training = Loop(side)
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        for part in range(2):
+            with training.ddp.no_sync():
+                training.backward(100 * number + part)
+        training.step(number)
+    goes_and_returns(training)
+    return training.result()
+
+
+def kept_gradients(side):
+    """The program keeps each step's gradients, without cloning them."""
+    training, kept = Loop(side), []
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        training.step(number)
+        kept.append([parameter.grad for parameter in training.module.parameters()])
+    goes_and_returns(training)
+    return training.result(), kept
+
+
+def saved_in_between(side):
+    training, saved = Loop(side), []
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        training.step(number)
+        saved.append({name: each.clone() for name, each in training.module.state_dict().items()})
+        if side.handle is not None:
+            side.handle.state_dict()
+    goes_and_returns(training)
+    return training.result(), saved
+
+
+def one_rank_slow(side):
+    training = Loop(side)
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        if side.rank == 1:
+            time.sleep(0.002 * (number % 3))
+        training.step(number)
+    goes_and_returns(training)
+    return training.result()
+
+
+def more_forwards_on_a_rank(side):
+    """Rank 0 looks at outputs, and at gradients of inputs, more often than rank 1."""
+    training = Loop(side)
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        if side.rank == 0 and number % 3 == 0:
+            inputs = TASKS["plain"].batch(0, number)[0].requires_grad_()
+            torch.autograd.grad(training.ddp(inputs).sum(), inputs)
+        training.step(number)
+    goes_and_returns(training)
+    return training.result()
+
+
+def hooks_of_the_program(side):
+    training, seen = Loop(side), []
+    for parameter in training.module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        training.step(number)
+    goes_and_returns(training)
+    return training.result(), seen
+
+
+def frozen_for_a_while(side):
+    """DDP would raise in the second step; gradcast takes the reduction back."""
+    training = Loop(side, ddp={"find_unused_parameters": True})
+    first = next(training.module.parameters())
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        first.requires_grad_(number % 20 < 15)
+        training.step(number)
+    return training.result()
+
+
+def two_steps_of_backward(side):
+    """Without step() in between: DDP averages the sum again, and the loop drops it."""
+    training = Loop(side)
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        if number % 4 == 0:
+            training.backward(1000 + number)
+        training.step(number)
+    goes_and_returns(training)
+    return training.result()
+
+
+@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        (plain, (True, {})),
+        (plain, (False, {})),
+        (plain, (True, {"gradient_as_bucket_view": True})),
+        (plain, (False, {"gradient_as_bucket_view": True})),
+        (plain, (True, {"static_graph": True})),
+        (plain, (True, {"find_unused_parameters": True})),
+        (no_sync, ()),
+        (kept_gradients, ()),
+        (saved_in_between, ()),
+        (one_rank_slow, ()),
+        (more_forwards_on_a_rank, ()),
+        (hooks_of_the_program, ()),
+        (frozen_for_a_while, ()),
+        (two_steps_of_backward, ()),
+    ],
+)
+@on_ranks(2)
+def test_the_bits_are_those_of_ddp(rank, mode, program, arguments):
+    with soon():
+        return differences(rank, program, mode, *arguments)
+
+
+@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@on_ranks(2)
+def test_nothing_of_gradcast_is_left_in_a_step_of_ddp(rank, mode):
+    """No hook behind a gradient, no buffer, no step() of its own."""
+
+    def program(side):
+        training = Loop(side)
+        for number in range(STEPS):
+            training.step(number)
+            if side.handle is not None and training.by_ddp[-1]:
+                assert extension.load().own_hooks(list(training.module.parameters())) == []
+                assert "step" not in vars(training.optimizer)
+                assert session_of(side.handle).exchange.buffers.flats == []
+                assert side.handle.stats()["step"] in (number, number + 1)
+        goes_and_returns(training)
+        return training.result()
+
+    with soon():
+        return differences(rank, program, mode)
+
+
+REASONS = {
+    "clipping": ({"clip": gradcast.Clip(norm=1e6)}, "are gradcast's"),
+    "comparing": ({"compare_every": 2}, "are gradcast's"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+@on_ranks(2)
+def test_what_only_gradcast_does_keeps_the_reduction(rank, name):
+    options, words = REASONS[name]
+
+    def program(side):
+        training = Loop(side, **options)
+        for number in range(STEPS):
+            training.optimizer.zero_grad()
+            training.backward(number)
+            if side.handle is None and name == "clipping":
+                nn.utils.clip_grad_norm_(training.module.parameters(), 1e6)
+            training.optimizer.step()
+            training.note()
+        assert not any(training.by_ddp)
+        return training.result()
+
+    with soon(), heard() as lines:
+        found = differences(rank, program, "overlap")
+    return found + ([] if rank.index or any(words in line for line in lines) else lines)
+
+
+@on_ranks(2)
+def test_a_living_graph_keeps_the_reduction_on_all_ranks(rank):
+    """Rank 1 keeps the output of a forward pass, through which backward may come later."""
+
+    def program(side):
+        training, kept = Loop(side), []
+        for number in range(20):
+            if side.rank == 1 and side.handle is not None:
+                kept = [training.ddp(TASKS["plain"].batch(1, number)[0])]
+            training.optimizer.zero_grad()
+            training.step(number)
+        assert not any(training.by_ddp), (training.by_ddp, kept)
+        return training.result()
+
+    with soon():
+        return differences(rank, program, "overlap")
+
+
+TRIALS = {"faster plan": (40, False), "slower plan": (10, True)}
+
+
+@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@pytest.mark.parametrize("name", TRIALS)
+@on_ranks(2)
+def test_a_plan_is_compared_with_ddp_itself(rank, mode, name):
+    """Steps of the plan are said to take 20 ms, and those of DDP as long as ``TRIALS`` says."""
+    ddp_ms, gives_up = TRIALS[name]
+    facts = _core.RankFacts(step_ns=20e6, busy_ns=10e6, link_ns=10e6)
+    clock = itertools.count(0, int(ddp_ms * 1e6))
+
+    def program(side):
+        training = Loop(side)
+        if side.handle is not None:
+            live = session_of(side.handle).controller
+            live.new_monitor = lambda agreed: _core.Monitor(2, begins_on_baseline=agreed.runs_as_baseline)
+            live.meter._own_facts = lambda _: facts
+        for number in range(90):
+            training.optimizer.zero_grad()
+            training.step(number)
+        if side.handle is not None:
+            there, back = training.changes()
+            assert (there, back) >= (3, 3) if gives_up else (there, back) == (1, 1), training.by_ddp
+            stats = side.handle.stats()
+            assert stats["measured_gain"] == pytest.approx(ddp_ms / 20)
+            assert stats["runs_as_ddp"] == gives_up
+        return training.result()
+
+    with soon(gain=1.5), mock.patch.object(handover, "time", mock.Mock(perf_counter_ns=lambda: next(clock))):
+        return differences(rank, program, mode)
+
+
+@on_ranks(2)
+def test_calls_that_need_gradcast_take_the_reduction_back(rank):
+    """Before forward; between forward and backward of a step of DDP's they are refused."""
+    side = Side("overlap", rank.index)
+    with soon():
+        training = Loop(side)
+        number = 0
+        while not (training.by_ddp and training.by_ddp[-1]):
+            training.step(number)
+            number += 1
+        output = training.ddp(TASKS["plain"].batch(rank.index, number)[0])
+        found = not_refused(lambda: side.handle.load_state_dict(side.handle.state_dict()), "before forward")
+
+        def weighted():
+            with side.handle.weight(2):
+                pass
+
+        found += not_refused(weighted, "handle.weight()", "before forward")
+        output.sum().backward()
+        training.optimizer.step()
+        with side.handle.weight(1 + rank.index):
+            training.step(number)
+        found += ["DDP reduces a weighted step"] if training.by_ddp[-1] else []
+        side.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@on_ranks(2)
+def test_it_can_be_detached_while_ddp_reduces(rank, mode):
+    def program(side):
+        training = Loop(side)
+        for number in range(STEPS):
+            training.optimizer.zero_grad()
+            training.step(number)
+            if training.by_ddp and training.by_ddp[-1]:
+                side.handle.detach()
+                side.handles.clear()
+                training.by_ddp.clear()
+        return training.result()
+
+    with soon():
+        return differences(rank, program, mode)
