@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import gradcast
 from gradcast import _core
 from gradcast.training.plan.agreement import STATE_VERSION
+from gradcast.training.plan.loop import Leaving
+from gradcast.training.sessions import handover
 
 WIDTH = 8
 
@@ -120,6 +122,21 @@ def pin(handle, seed):
     made = {"version": STATE_VERSION, "mode": mode, "world_size": world_size}
     state = made | {"profile": text, "layout": text, "plan": plan, "unseen_reads": []}
     handle.load_state_dict(state)
+
+
+def hand_over(handle, seed):
+    """Leaves the reduction to DDP again and again, for a few steps, where nothing speaks against it."""
+    chance = random.Random(seed)
+    controller = handle._training.session.controller
+    begin = controller.begin_iteration
+
+    def begin_and_leave(*arguments):
+        begin(*arguments)
+        if controller.warmup is None and chance.random() < 0.5:
+            controller._leave_to_ddp(Leaving.FOR_GOOD)
+
+    controller.begin_iteration = begin_and_leave
+    handover._INTERVAL = handover._INTERVAL_MAX = chance.choice([1, 1, 2, 3])
 
 
 class KeepsPrevious(torch.optim.Optimizer):

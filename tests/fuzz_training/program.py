@@ -67,6 +67,7 @@ class Program:
     pinned: bool = True
     adapt: bool = False
     max_grad_norm: bool = False
+    hands_over: bool = False  # to DDP, now and then
 
     @property
     def modules(self) -> list[models.Part]:
@@ -258,6 +259,7 @@ def attach():
     chosen = optimizers if side == 'overlap' else None
     attached = gradcast.attach(called, chosen, options=gradcast.Options(**settings))
     {f"pin(attached, {program.seed})" if program.pinned else ""}
+    {f"hand_over(attached, {program.seed})" if program.hands_over else ""}
     return attached
 
 called = wrap()

@@ -127,7 +127,9 @@ class DdpTakeover:
         ddp = self._ddp()
         ddp.find_unused_parameters = self._find_unused_parameters
         ddp._static_graph_delay_allreduce_enqueued = False
+        buffers = ddp.modules_buffers, ddp.named_module_buffers
         parameters, expect_sparse = ddp._build_params_for_reducer()
+        ddp.modules_buffers, ddp.named_module_buffers = buffers  # DDP made without any sends none that come later
         names = ddp._build_debug_param_to_name_mapping(parameters)
         before = Buckets(ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default)
         if buckets is not None and before.has_small_first:  # torch's default size
