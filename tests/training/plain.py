@@ -4,12 +4,22 @@ It uses nothing of gradcast but values: a plan's blocks and the places of tensor
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from training import compare, optimizers
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Training
 
 nn = torch.nn
+
+
+class Followed(NamedTuple):
+    """The plan in force in a backward pass."""
+
+    version: int
+    policy: str
+    layout: tuple
+    blocks: tuple
 
 
 def average_by_blocks(parameters: dict[str, nn.Parameter], layout: Sequence, blocks: Sequence, world_size: int) -> None:
@@ -58,23 +68,31 @@ def _all_reduce(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None
         part.copy_(sums)
 
 
-def beside_plain_loop(rank, ours: Ours, optimizer: str, steps: int) -> tuple[list[str], list[tuple[float, float]]]:
-    """Trains with gradcast, and in a plain loop by the same blocks: how they differ, and both losses of each step."""
+def beside_plain_loop(
+    rank, ours: Training, optimizer: str, steps: int
+) -> tuple[list[str], list[tuple[float, float]], list[Followed]]:
+    """Trains with gradcast, and in a plain loop by the same blocks: how they differ, both losses of each step, and what
+    each step has followed."""
     reference = ours.task.module(seed=0)
     parameters = dict(reference.named_parameters())
     recipe = optimizers.make(optimizer, reference)
-    losses = []
+    losses, followed = [], []
+
+    def note(side: Training) -> None:
+        handle, plan = side.handle, side.handle.plan
+        followed.append(Followed(handle.plan_version, plan.policy, handle.layout, plan.blocks))
+
     for number in range(steps):
-        loss = ours.step(number)
+        loss = ours.step(between=note)
         for buffer in reference.buffers():
             torch.distributed.broadcast(buffer, 0)
         recipe.optimizer.zero_grad()
-        expected = ours.task.loss(reference, ours.task.batch(rank.index, number))
+        expected = ours.task.loss(reference, ours.batch(number))
         expected.backward()
-        average_by_blocks(parameters, ours.followed[-1].layout, ours.followed[-1].blocks, rank.size)
+        average_by_blocks(parameters, followed[-1].layout, followed[-1].blocks, rank.size)
         recipe.optimizer.step()
         recipe.after_step()
         losses.append((loss, expected.item()))
     ours.handle.flush()
-    found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, recipe.optimizer)
-    return found, losses
+    found = compare.modules(ours.module, reference) + compare.optimizers(ours.optimizer, recipe.optimizer)
+    return found, losses, followed
