@@ -18,8 +18,8 @@ DDP = nn.parallel.DistributedDataParallel
 STEPS = 8
 
 
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+def net() -> nn.Module:
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
@@ -49,9 +49,9 @@ class Side:
     def batch(self, number: int) -> torch.Tensor:
         return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + self.rank))
 
-    def steps(self, called: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0) -> Iterator[int]:
+    def steps(self, called: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
         """Between backward and step() of each step, its number; a generator's caller does there what it likes."""
-        for number in range(first, STEPS):
+        for number in range(STEPS):
             optimizer.zero_grad()
             dtype = next(called.parameters()).dtype
             called(self.batch(number).to(dtype)).square().sum().backward()

@@ -50,7 +50,7 @@ def follow_pinned(rank, path, by_variable, mode, expected):
     with mock.patch.dict(os.environ, {"GRADCAST_PLAN": path} if by_variable else {}):
         plan = dataclasses.replace(planning(), file=None if by_variable else path)
         ours = Training(rank.index, "mixed64", "adam plain", mode=mode, plan=plan)
-        found, _, (*_, followed) = beside_plain_loop(rank, ours, "adam plain", 8)
+        found, _, (*_, followed) = beside_plain_loop(ours, "adam plain", 8)
     assert followed.policy == "by hand"
     assert [(block.buffer, block.ranges) for block in followed.blocks] == expected
     assert ours.handle.stats()["packed_bytes"] > 0

@@ -52,7 +52,7 @@ def train_both(rank, case, steps):
     """What is wrong, with what the ranks have followed; and the statistics."""
     plan = replace(case.plan, warmup_steps=6)
     ours = Training(rank.index, case.task, case.optimizer, mode=case.mode, wrap=case.wrap, plan=plan)
-    found, losses, followed = beside_plain_loop(rank, ours, case.optimizer, steps)
+    found, losses, followed = beside_plain_loop(ours, case.optimizer, steps)
     # A step's loss shows the parameters after the step before it.
     found += [f"the loss of step {step} differs" for step, (ours, theirs) in enumerate(losses) if ours != theirs][:1]
     plans = [(*each[:2], [b.ranges for b in each.blocks], [p.name for p in each.layout]) for each in followed]

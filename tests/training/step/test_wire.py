@@ -11,12 +11,13 @@ from dataclasses import replace
 import pytest
 
 import gradcast
-from training import compare, optimizers
+from training import compare
 from training.attached import attach, heard, hosts_of, not_refused, planning
 from training.int8_mean import Int8Mean
 from training.models import TASKS, Branches
 from training.needs import torch
 from training.pair import Pair, Training
+from training.plain import beside_plain_loop
 from training.pool import on_ranks
 from training.step.test_equality import CUT, Case
 
@@ -46,21 +47,15 @@ def average(parameters, wire, world_size, ranks_per_host):
             parameter.grad = term
 
 
-class Int8:
-    """The same for the wire format int8: ``int8_mean`` of what all ranks have."""
-
-    def __init__(self, parameters, world_size, ranks_per_host):
-        self.parameters = list(parameters)
-        self.mean = Int8Mean(self.parameters, world_size, ranks_per_host)
-
-    @torch.no_grad()
-    def average(self):
-        for index, parameter in enumerate(self.parameters):
-            gradient = torch.empty_like(parameter).copy_(parameter.grad)  # in the parameter's layout
-            gradients = [torch.empty_like(parameter) for _ in range(self.mean.world_size)]
-            flat = [each.as_strided((each.numel(),), (1,)) for each in (gradient, *gradients)]
-            torch.distributed.all_gather(flat[1:], flat[0])
-            parameter.grad = self.mean.of(index, gradients)
+@torch.no_grad()
+def average_int8(parameters, mean):
+    """The same for the wire format int8: the mean of what all ranks have."""
+    for index, parameter in enumerate(parameters):
+        gradient = torch.empty_like(parameter).copy_(parameter.grad)  # in the parameter's layout
+        gradients = [torch.empty_like(parameter) for _ in range(mean.world_size)]
+        flat = [each.as_strided((each.numel(),), (1,)) for each in (gradient, *gradients)]
+        torch.distributed.all_gather(flat[1:], flat[0])
+        parameter.grad = mean.of(index, gradients)
 
 
 CASES = [
@@ -84,26 +79,17 @@ def train_both(rank, wire, case):
     with hosts_of(ranks_per_host):
         options |= {"mode": case.mode, "wrap": case.wrap, "wire": wire, "plan": case.plan}
         ours = Training(rank.index, case.task, case.optimizer, **options)
-    task = TASKS[case.task]
-    reference = task.module(seed=0)
-    recipe = optimizers.make(case.optimizer, reference)
-    int8 = Int8(reference.parameters(), rank.size, ranks_per_host)
-    for number in range(STEPS):
-        ours.step()
-        for buffer in reference.buffers():
-            torch.distributed.broadcast(buffer, 0)
-        recipe.optimizer.zero_grad()
-        task.loss(reference, task.batch(rank.index, number)).backward()
+    mean = Int8Mean(list(ours.module.parameters()), rank.size, ranks_per_host)
+
+    def averaged(reference, _):
         if wire == "int8":
-            int8.average()
+            average_int8(reference.parameters(), mean)
         else:
             average(reference.parameters(), wire, rank.size, ranks_per_host)
         if "clip" in case.options:
             nn.utils.clip_grad_norm_(reference.parameters(), case.options["clip"].norm)
-        recipe.optimizer.step()
-        recipe.after_step()
-    ours.handle.flush()
-    return compare.modules(ours.module, reference) + compare.optimizers(ours.optimizer, recipe.optimizer)
+
+    return beside_plain_loop(ours, case.optimizer, STEPS, averaged)[0]
 
 
 @pytest.mark.parametrize(("wire", "case"), CASES, ids=str)
