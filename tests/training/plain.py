@@ -3,23 +3,30 @@
 It uses nothing of gradcast but values: a plan's blocks and the places of tensors in buffers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from training import compare, optimizers
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Training
 
 nn = torch.nn
 
 
-def average_by_blocks(parameters: dict[str, nn.Parameter], layout: Sequence, blocks: Sequence, world_size: int) -> None:
-    """Replaces every gradient by its mean over the ranks: scaled, then summed block after block.
+class Followed(NamedTuple):
+    """The plan in force in a backward pass."""
 
-    ``layout`` has the fields of gradcast's places: name, buffer, lo_bytes, hi_bytes, end_bytes, dtype.
-    """
-    buffers = _flat_buffers(layout)
+    version: int
+    policy: str
+    layout: tuple  # of places: name, buffer, lo_bytes, hi_bytes, end_bytes, dtype
+    blocks: tuple
+
+
+def average_by_blocks(module: nn.Module, followed: Followed) -> None:
+    """Replaces every gradient by its mean over the ranks: scaled, then summed block after block."""
+    parameters, buffers = dict(module.named_parameters()), _flat_buffers(followed.layout)
     views = {}
-    for place in layout:
+    for place in followed.layout:
         if place.name.startswith("gradcast."):
             continue
         size = place.dtype.itemsize
@@ -29,8 +36,8 @@ def average_by_blocks(parameters: dict[str, nn.Parameter], layout: Sequence, blo
         views[place.name] = buffers[place.buffer].as_strided(
             parameter.size(), parameter.grad.stride(), place.lo_bytes // size
         )
-        torch.mul(parameter.grad, 1 / world_size, out=views[place.name])
-    for block in blocks:
+        torch.mul(parameter.grad, 1 / torch.distributed.get_world_size(), out=views[place.name])
+    for block in followed.blocks:
         _all_reduce(buffers[block.buffer], block.ranges)
     for name, view in views.items():
         parameters[name].grad = view
@@ -58,23 +65,30 @@ def _all_reduce(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None
         part.copy_(sums)
 
 
-def beside_plain_loop(rank, ours: Ours, optimizer: str, steps: int) -> tuple[list[str], list[tuple[float, float]]]:
-    """Trains with gradcast, and in a plain loop by the same blocks: how they differ, and both losses of each step."""
+def beside_plain_loop(
+    ours: Training, optimizer: str, steps: int, average: Callable[[nn.Module, Followed], None] = average_by_blocks
+) -> tuple[list[str], list[tuple[float, float]], list[Followed]]:
+    """Trains with gradcast, and in a plain loop that averages by blocking calls: how they differ, both losses of each
+    step, and the plans that were followed."""
     reference = ours.task.module(seed=0)
-    parameters = dict(reference.named_parameters())
     recipe = optimizers.make(optimizer, reference)
-    losses = []
+    losses, followed = [], []
+
+    def note(side: Training) -> None:
+        handle, plan = side.handle, side.handle.plan
+        followed.append(Followed(handle.plan_version, plan.policy, handle.layout, plan.blocks))
+
     for number in range(steps):
-        loss = ours.step(number)
+        loss = ours.step(between=note)
         for buffer in reference.buffers():
             torch.distributed.broadcast(buffer, 0)
         recipe.optimizer.zero_grad()
-        expected = ours.task.loss(reference, ours.task.batch(rank.index, number))
+        expected = ours.task.loss(reference, ours.batch(number))
         expected.backward()
-        average_by_blocks(parameters, ours.followed[-1].layout, ours.followed[-1].blocks, rank.size)
+        average(reference, followed[-1])
         recipe.optimizer.step()
         recipe.after_step()
         losses.append((loss, expected.item()))
     ours.handle.flush()
-    found = compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, recipe.optimizer)
-    return found, losses
+    found = compare.modules(ours.module, reference) + compare.optimizers(ours.optimizer, recipe.optimizer)
+    return found, losses, followed

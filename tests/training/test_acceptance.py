@@ -7,8 +7,8 @@ import pytest
 
 import gradcast
 from training.needs import torch
+from training.pair import DDP, differences, net, refused
 from training.pool import on_ranks
-from training.sides import DDP, differences, net, refused
 
 pytest.importorskip("training.needs")
 from fuzz_training.prelude import Holder, fabric_module

@@ -3,33 +3,26 @@
 import pytest
 
 import gradcast
-from training import compare, optimizers
-from training.models import TASKS
+from training import compare
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
 
 
-def train_hooked(rank, task_name, optimizer, ddp_options, block_bytes):
-    task, sides = TASKS[task_name], []
-    for hooked in (False, True):
-        ddp = torch.nn.parallel.DistributedDataParallel(task.module(seed=rank.index), **ddp_options)
-        if hooked:
-            ddp.register_comm_hook(gradcast.HookState(block_bytes=block_bytes), gradcast.comm_hook)
-        sides.append((ddp, optimizers.make(optimizer, ddp.module)))
-    for number in range(10):
-        for ddp, recipe in sides:
-            recipe.optimizer.zero_grad()
-            if number % 3 == 2:
-                with ddp.no_sync():
-                    task.loss(ddp, task.batch(rank.index, 100 + number)).backward()
-            task.loss(ddp, task.batch(rank.index, number)).backward()
-            recipe.optimizer.step()
-            recipe.after_step()
-    (theirs, their_recipe), (ours, recipe) = sides
-    assert len(set(rank.gather("digest", compare.digest(ours)))) == 1
+def train_hooked(rank, task, optimizer, ddp_options, block_bytes):
+    pair = Pair(rank, task, optimizer, mode="ddp", ddp_options=ddp_options)
+    pair.ours.forward.register_comm_hook(gradcast.HookState(block_bytes=block_bytes), gradcast.comm_hook)
+    for number, side in pair.rounds(10):
+        side.optimizer.zero_grad()
+        if number % 3 == 2:
+            with side.no_sync():
+                side.task.loss(side.forward, side.batch(100 + number)).backward()
+        side.loss().backward()
+        side.optimizer.step()
+    assert len(set(rank.gather("digest", compare.digest(pair.ours.module)))) == 1
     if rank.size > 2:  # stock DDP with other buckets differs from stock DDP by up to 2.4e-7 here
-        return compare.apart(ours.state_dict(), theirs.state_dict(), 2e-6)
-    return compare.modules(ours, theirs) + compare.optimizers(recipe.optimizer, their_recipe.optimizer)
+        return compare.apart(*(module.state_dict() for module in reversed(pair.modules)), 2e-6)
+    return pair.differences()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from training import compare
 from training.attached import attach
 from training.models import TASKS
 from training.needs import torch
+from training.pair import Pair
 from training.pool import environment, on_ranks
-from training.twins import Twins
 
 
 def through_file(module):
@@ -60,26 +60,26 @@ def not_ordinary(module):
 @on_ranks(2)
 def test_a_copy_trains_alone_and_leaves_the_original_alone(rank, way, mode, when):
     """In hook mode a copy's gradients would wait for ranks that do not come."""
-    twins = Twins(rank, "transformer", "adam plain", mode=mode)
-    twins.train(4)
+    pair = Pair(rank, "transformer", "adam plain", mode=mode)
+    pair.train(4)
     if when == "pending":
-        twins.pending_step()
-    theirs, ours = (WAYS[way](module) for module, _, _ in twins.each())
+        pair.pending_step()
+    theirs, ours = map(WAYS[way], pair.modules)
     found = compare.modules(ours, theirs) + not_ordinary(ours)
     if ours.head.weight is not ours.embedding.weight:
         found.append("the copy's tied weights are two tensors")
-    untouched = twins.handle.stats()["step"]
+    untouched = pair.handle.stats()["step"]
     for module in (theirs, ours):  # differently on the two ranks, without any communication
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         for step in range(3 + rank.index):
             optimizer.zero_grad()
-            twins.task.loss(module, twins.task.batch(rank.index, 100 + step)).backward()
+            TASKS["transformer"].loss(module, pair.ours.batch(100 + step)).backward()
             optimizer.step()
     found += compare.modules(ours, theirs)
-    if twins.handle.stats()["step"] != untouched:
+    if pair.handle.stats()["step"] != untouched:
         found.append("training the copy moved the original")
-    twins.train(2)
-    return found + twins.end()
+    pair.train(2)
+    return found + pair.end()
 
 
 # What loads has no gradcast: importing it fails.
@@ -94,25 +94,25 @@ print(compare.digest(pickle.load(sys.stdin.buffer)))
 
 @on_ranks(2)
 def test_a_pickle_loads_where_gradcast_is_not_installed(rank):
-    twins = Twins(rank)
-    twins.train(4)
-    twins.pending_step()
-    command, text = [sys.executable, "-c", LOADER], pickle.dumps(twins.ours.bare)
+    pair = Pair(rank)
+    pair.train(4)
+    pair.pending_step()
+    command, text = [sys.executable, "-c", LOADER], pickle.dumps(pair.ours.module)
     if rank.index:  # one process that imports torch is enough
         return
     loaded = subprocess.run(command, input=text, capture_output=True, timeout=60, check=False, env=environment())
-    assert loaded.stdout.decode().strip() == compare.digest(twins.theirs.module), loaded.stderr.decode()
+    assert loaded.stdout.decode().strip() == compare.digest(pair.theirs.module), loaded.stderr.decode()
 
 
 @on_ranks(2)
 def test_a_copy_can_be_attached_beside_the_original(rank):
     """A copy of a copy, that is attached itself while the original is."""
-    twins = Twins(rank, "plain", "sgd plain")
-    twins.train(3)
-    second = copy.deepcopy(copy.deepcopy(twins.ours.bare))
+    pair = Pair(rank, "plain", "sgd plain")
+    pair.train(3)
+    second = copy.deepcopy(copy.deepcopy(pair.ours.module))
     optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
     handle = attach(second, optimizer)
-    theirs = copy.deepcopy(twins.theirs.module)
+    theirs = copy.deepcopy(pair.theirs.module)
     ddp = torch.nn.parallel.DistributedDataParallel(theirs)
     their_optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     task = TASKS["plain"]
@@ -121,9 +121,9 @@ def test_a_copy_can_be_attached_beside_the_original(rank):
             optimizer_.zero_grad()
             task.loss(forward, task.batch(rank.index, 50 + step)).backward()
             optimizer_.step()
-        twins.step()
+        pair.step()
     handle.flush()
-    found = compare.modules(second, theirs) + twins.end()
+    found = compare.modules(second, theirs) + pair.end()
     handle.detach()
     return found
 

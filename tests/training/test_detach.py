@@ -14,11 +14,10 @@ from training.attached import attach
 from training.inside import session_of
 from training.models import TASKS
 from training.needs import torch
+from training.pair import Pair, differences
 from training.pool import on_ranks
-from training.sides import differences
 from training.test_copies import hooks_of, not_ordinary
 from training.threads import threads_named
-from training.twins import Twins
 
 pytest.importorskip("training.needs")
 from gradcast.training.ranks import dropped
@@ -30,16 +29,16 @@ nn = torch.nn
 @on_ranks(2)
 def test_detach_leaves_nothing_behind(rank, mode, wrap):
     others = len(threads_named("gradcast"))
-    twins = Twins(rank, "convnet", "adamw plain", mode=mode, wrap=wrap)
+    pair = Pair(rank, "convnet", "adamw plain", mode=mode, wrap=wrap)
     assert len(threads_named("gradcast")) == others + 1
-    twins.train(4)
+    pair.train(4)
     if mode == "overlap":
-        twins.pending_step()
-    module, optimizer = twins.ours.bare, twins.ours.optimizer
+        pair.pending_step()
+    module, optimizer = pair.ours.module, pair.ours.optimizer
     assert hooks_of(module)
-    twins.handle.detach()
+    pair.handle.detach()
     # Read through memory alone: nothing may be pending any more.
-    found = compare.modules(module, twins.theirs.module) + compare.optimizers(optimizer, twins.recipe.optimizer)
+    found = compare.modules(module, pair.theirs.module) + compare.optimizers(optimizer, pair.theirs.optimizer)
     assert len(threads_named("gradcast")) == others, "its thread is left"
     assert "gradcast" not in repr(vars(optimizer).get("step", ""))
     return found + not_ordinary(module) + hooks_of(module)
@@ -79,20 +78,20 @@ def test_ddp_with_any_argument_reduces_again(rank, steps_before, mode):
 @on_ranks(2)
 def test_training_goes_on_without_gradcast(rank, wrap):
     """Bare: each rank for itself from then on. Wrapped: DDP reduces again. Schedulers work on both."""
-    twins = Twins(rank, "convnet", "adam plain", wrap=wrap)
-    twins.train(4)
-    twins.pending_step()
-    twins.handle.detach()
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for _, optimizer, _ in twins.each()]
+    pair = Pair(rank, "convnet", "adam plain", wrap=wrap)
+    pair.train(4)
+    pair.pending_step()
+    pair.handle.detach()
+    schedulers = [torch.optim.lr_scheduler.StepLR(side.optimizer, 2, 0.5) for side in pair.sides]
     for number in range(4):
-        for (module, optimizer, forward), scheduler in zip(twins.each(), schedulers, strict=True):
-            optimizer.zero_grad()
-            twins.task.loss(forward if wrap else module, twins.task.batch(rank.index, 40 + number)).backward()
-            optimizer.step()
+        for side, scheduler in zip(pair.sides, schedulers, strict=True):
+            side.optimizer.zero_grad()
+            side.task.loss(side.forward if wrap else side.module, side.batch(40 + number)).backward()
+            side.optimizer.step()
             scheduler.step()
-    digests = rank.gather("digest", compare.digest(twins.ours.bare))
+    digests = rank.gather("digest", compare.digest(pair.ours.module))
     assert (digests[0] == digests[1]) == wrap
-    return compare.modules(twins.ours.bare, twins.theirs.module)
+    return compare.modules(pair.ours.module, pair.theirs.module)
 
 
 @pytest.mark.parametrize(("disabled", "mode"), [("0", "hook"), ("1", "ddp")])
@@ -120,13 +119,13 @@ def test_a_kept_handle_does_not_keep_the_ddp_that_it_has_left(rank, disabled, mo
 def test_a_forgotten_module_takes_its_thread_along(rank, flushes):
     """Nobody calls detach: the module, the optimizer and the handle go out of scope, as in a notebook."""
     others = len(threads_named("gradcast"))
-    twins = Twins(rank, "plain")
-    twins.train(5)
+    pair = Pair(rank, "plain")
+    pair.train(5)
     if flushes:  # else the last step's parameters are still pending
-        twins.handle.flush()
+        pair.handle.flush()
     torch.distributed.barrier()
     assert len(threads_named("gradcast")) == others + 1
-    del twins
+    del pair
     gc.collect()
     dropped.end_all(10.0)
     return threads_named("gradcast")[others:]
@@ -161,14 +160,14 @@ def test_a_detached_module_is_freed_as_one_without_gradcast(rank, mode):
 @on_ranks(2)
 def test_a_detached_handle_still_tells(rank):
     """What was recorded can be looked at after training, and flush() and detach() have nothing to do."""
-    twins = Twins(rank, "plain")
-    twins.train(4)
-    before = twins.handle.stats()["step"]
-    twins.handle.detach()
-    twins.handle.detach()
-    twins.handle.flush()
-    assert isinstance(twins.handle.timeline(), dict)
-    return compare.trees(twins.handle.stats()["step"], before)
+    pair = Pair(rank, "plain")
+    pair.train(4)
+    before = pair.handle.stats()["step"]
+    pair.handle.detach()
+    pair.handle.detach()
+    pair.handle.flush()
+    assert isinstance(pair.handle.timeline(), dict)
+    return compare.trees(pair.handle.stats()["step"], before)
 
 
 @on_ranks(2)

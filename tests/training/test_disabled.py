@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 
 import gradcast
-from training import compare, optimizers
+from training import compare
 from training.attached import attach, error_of, not_refused
 from training.models import TASKS
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
 
 nn = torch.nn
@@ -22,21 +23,15 @@ disabling = mock.patch.dict(os.environ, GRADCAST_DISABLE="1")
 @on_ranks(2)
 @disabling
 def test_everything_is_left_to_ddp(rank, mode, wrap):
-    task = TASKS["convnet"]
-    modules = [task.module(seed=rank.index) for _ in range(2)]
-    theirs = nn.parallel.DistributedDataParallel(modules[0])
-    ours = nn.parallel.DistributedDataParallel(modules[1]) if wrap else modules[1]
-    recipes = [optimizers.make("adam plain", module) for module in modules]
-    handle = attach(ours, recipes[1].optimizer, mode)
-    for number in range(8):
-        for forward, recipe, no_sync in zip((theirs, ours), recipes, (theirs.no_sync, handle.no_sync), strict=True):
-            recipe.optimizer.zero_grad()
-            with no_sync():
-                task.loss(forward, task.batch(rank.index, 100 + number)).backward()
-            task.loss(forward, task.batch(rank.index, number)).backward()
-            recipe.optimizer.step()
-    handle.flush()
-    found = compare.modules(modules[1], modules[0])
+    pair = Pair(rank, "convnet", mode=mode, wrap=wrap)
+    handle, module, task = pair.handle, pair.ours.module, pair.ours.task
+    for number, side in pair.rounds(8):
+        side.optimizer.zero_grad()
+        with side.no_sync():
+            task.loss(side.forward, side.batch(100 + number)).backward()
+        side.loss().backward()
+        side.optimizer.step()
+    found = pair.differences()
     facts = (handle.mode, handle.plan, handle.profile, handle.stats()["mode"], handle.layout, handle.plan_version)
     assert facts == ("ddp", None, None, "ddp", (), 0)
     handle.load_state_dict(handle.state_dict())
@@ -46,10 +41,10 @@ def test_everything_is_left_to_ddp(rank, mode, wrap):
     )
     handle.detach()
     if not wrap:  # an ordinary module again: this rank's own gradients
-        parameters = list(modules[1].parameters())
+        parameters = list(module.parameters())
         before = [p.grad.clone() for p in parameters]
-        task.loss(modules[1], task.batch(rank.index, 50)).backward()
-        local = torch.autograd.grad(task.loss(modules[1], task.batch(rank.index, 50)), parameters)
+        task.loss(module, pair.ours.batch(50)).backward()
+        local = torch.autograd.grad(task.loss(module, pair.ours.batch(50)), parameters)
         added = [p.grad - b for p, b in zip(parameters, before, strict=True)]
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(added, local, strict=True))
     return found
@@ -97,21 +92,16 @@ def test_a_bare_module_may_do_what_it_may_with_gradcast(rank):
 @disabling
 def test_clipping_inside_stays(rank):
     """What gradcast was asked to do in the step, it still does."""
-    task = TASKS["plain"]
-    modules = [task.module() for _ in range(2)]
-    theirs = nn.parallel.DistributedDataParallel(modules[0])
-    adams = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
-    handle = attach(modules[1], adams[1], clip=gradcast.Clip(norm=0.05))
-    for number in range(5):
-        for forward, adam in ((theirs, adams[0]), (modules[1], adams[1])):
-            adam.zero_grad()
-            task.loss(forward, task.batch(rank.index, number)).backward()
-            if forward is theirs:
-                torch.nn.utils.clip_grad_norm_(modules[0].parameters(), 0.05)
-            adam.step()
-    found = compare.modules(modules[1], modules[0])
-    handle.detach()
-    assert "step" not in vars(adams[1])
+    pair = Pair(rank, clip=gradcast.Clip(norm=0.05))
+    for _, side in pair.rounds(5):
+        side.optimizer.zero_grad()
+        side.loss().backward()
+        if side is pair.theirs:
+            torch.nn.utils.clip_grad_norm_(side.module.parameters(), 0.05)
+        side.optimizer.step()
+    found = compare.modules(*reversed(pair.modules))
+    pair.handle.detach()
+    assert "step" not in vars(pair.ours.optimizer)
     return found
 
 

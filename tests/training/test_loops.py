@@ -5,8 +5,8 @@ import pytest
 from training import optimizers
 from training.models import TASKS
 from training.needs import torch
+from training.pair import STEPS, differences, net
 from training.pool import on_ranks
-from training.sides import STEPS, differences, net
 
 nn = torch.nn
 functional = nn.functional

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 import gradcast
-from training import optimizers
 from training.attached import attach
-from training.models import TASKS
 from training.needs import torch
-from training.ours import Ours
+from training.pair import DDP, Training, differences, net
 from training.pool import on_ranks
-from training.sides import DDP, differences, net
 
 nn = torch.nn
 MIB = 1 << 20
@@ -78,19 +75,13 @@ def test_nothing_as_large_as_the_model_is_allocated(rank, mode):
 
 
 def both_peaks(rank):
-    task = TASKS["large"]
-    Ours("plain", "sgd plain", rank.index).handle.detach()  # what is loaded once is not counted
-    module = task.module(seed=0)
-    theirs = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = optimizers.make("sgd plain", module).optimizer
+    Training(rank.index, "plain", "sgd plain").handle.detach()  # what is loaded once is not counted
+    theirs = Training(rank.index, "large", "sgd plain", "ddp", ddp_options={"gradient_as_bucket_view": True})
     with peak() as their_growth:
-        for step in range(5):
-            optimizer.zero_grad()
-            task.loss(theirs, task.batch(rank.index, step)).backward()
-            optimizer.step()
+        theirs.train(5)
     with peak() as our_growth:
-        ours = Ours("large", "sgd plain", rank.index)
-        ours.train(range(5))
+        ours = Training(rank.index, "large", "sgd plain")
+        ours.train(5)
         ours.handle.flush()
     ours.handle.detach()
     return their_growth[0], our_growth[0] - LARGE_BYTES  # the parameters themselves

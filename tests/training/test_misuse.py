@@ -3,9 +3,8 @@
 from training.attached import Attached, not_refused
 from training.models import ReadsMemory, at_address
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Pair, Training
 from training.pool import on_ranks
-from training.twins import Twins
 
 nn = torch.nn
 
@@ -43,15 +42,15 @@ def test_a_second_backward_is_refused(rank):
 
     The first pass's gradients cannot have arrived: rank 1 has not even begun.
     """
-    twins = Twins(rank, "plain", "sgd plain")
-    twins.train(4)
+    pair = Pair(rank, "plain", "sgd plain")
+    pair.train(4)
     if rank.index == 1:
         rank.wait_for("refused")
 
     def two_passes():
         for part in range(2):
-            values, targets = twins.task.batch(rank.index, part)
-            for layer in twins.ours.bare:
+            values, targets = pair.ours.batch(part)
+            for layer in pair.ours.module:
                 values = layer(values)
             nn.functional.cross_entropy(values, targets).backward()
 
@@ -62,8 +61,8 @@ def test_a_second_backward_is_refused(rank):
 
 @on_ranks(2)
 def test_a_detached_handle_refuses_what_it_cannot_do(rank):
-    ours = Ours("plain", "sgd plain", rank.index)
-    ours.train(range(3))
+    ours = Training(rank.index, "plain", "sgd plain")
+    ours.train(3)
     ours.handle.detach()
     return not_refused(lambda: ours.handle.no_sync().__enter__(), "detached")
 

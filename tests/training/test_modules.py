@@ -8,8 +8,8 @@ import gradcast
 from training import compare
 from training.attached import attach, planning
 from training.needs import torch
+from training.pair import DDP, STEPS, differences
 from training.pool import on_ranks
-from training.sides import DDP, STEPS, differences
 
 nn = torch.nn
 

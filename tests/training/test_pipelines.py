@@ -6,8 +6,8 @@ import pytest
 
 from training.attached import attach, not_refused
 from training.needs import torch
+from training.pair import DDP, net
 from training.pool import on_ranks
-from training.sides import DDP, net
 
 pytest.importorskip("torch.distributed.pipelining")
 from torch.distributed import pipelining

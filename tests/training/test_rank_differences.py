@@ -10,7 +10,7 @@ import gradcast
 from training import compare
 from training.attached import Attached, attach, error_of, not_refused, planning
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Training
 from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
@@ -154,4 +154,4 @@ def test_a_plan_that_differs_on_one_rank(rank):
     wrong = mock.patch.object(agreement, "plan_hash", lambda *of: "0" + true_hash(*of)[1:])
     words = "the ranks do not agree on the plan", "rank 1"
     with wrong if rank.index == 1 else contextlib.nullcontext():
-        return not_refused(lambda: Ours("plain", "sgd plain", rank.index), *words, code="invalid_plan")
+        return not_refused(lambda: Training(rank.index, "plain", "sgd plain"), *words, code="invalid_plan")

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from training import compare
 from training.attached import Attached, not_refused
 from training.needs import torch
+from training.pair import DDP, differences, net
 from training.pool import on_ranks
-from training.sides import DDP, differences, net
 
 nn = torch.nn
 

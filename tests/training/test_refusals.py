@@ -15,7 +15,7 @@ from training import compare
 from training.attached import attach, error_of, not_refused
 from training.inside import session_of
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Training
 from training.pool import on_ranks
 
 pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
@@ -144,8 +144,8 @@ def test_attach_refuses(rank, name):
     attempt, words = AT_ATTACH[name]
     found = not_refused(attempt, words)
     # Nothing of the refused attach may stand in the way of a right one.
-    ours = Ours("plain", "sgd plain", rank.index)
-    ours.train(range(1))
+    ours = Training(rank.index, "plain", "sgd plain")
+    ours.train(1)
     ours.handle.detach()
     return found
 

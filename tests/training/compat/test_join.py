@@ -4,8 +4,8 @@ import pytest
 
 from training.models import TASKS
 from training.needs import torch
+from training.pair import DDP, differences
 from training.pool import on_ranks
-from training.sides import DDP, differences
 
 nn = torch.nn
 STEPS = 5

@@ -4,8 +4,8 @@ import pytest
 
 from training import compare
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
-from training.twins import Twins
 
 VARIANTS = {
     "default": {},
@@ -22,20 +22,19 @@ VARIANTS = {
 @on_ranks(2)
 def test_each_variant_of_ddp(rank, variant, mode):
     """And in evaluation mode DDP's forward still sends buffers, so that the ranks agree."""
-    twins = Twins(rank, "convnet", "adamw plain", mode=mode, wrap=True, ddp_options=VARIANTS[variant])
-    # The twin is to do the same where buffers are each rank's own.
-    sends = twins.theirs.broadcast_buffers = variant != "no_buffers"
+    pair = Pair(rank, "convnet", "adamw plain", mode=mode, wrap=True, ddp_options=VARIANTS[variant])
+    sends = variant != "no_buffers"
     found = []
     for number in range(9):
-        twins.step()
+        pair.step()
         if number in (1, 4):
             values = []
-            for module, _, forward in twins.each():
-                module.eval()
+            for side in pair.sides:
+                side.module.eval()
                 with torch.no_grad():
-                    values.append(forward(twins.task.batch(7, 0)[0]))
-                module.train()
+                    values.append(side.forward(side.task.batch(7, 0)[0]))
+                side.module.train()
             found += compare.trees(values[1], values[0], "evaluation")
             answers = rank.gather(f"evaluation{number}", values[1].tolist())
             assert (answers[0] == answers[1]) == sends
-    return found + twins.end()
+    return found + pair.end()

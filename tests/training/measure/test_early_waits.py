@@ -10,8 +10,8 @@ import pytest
 from conftest import link_of
 from gradcast import _core
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
-from training.twins import Twins
 
 from gradcast.training.measure import early_waits  # isort: skip
 from gradcast.training.measure.early_waits import Cause, EarlyWaits
@@ -244,27 +244,27 @@ def test_the_sentence_names_the_line():
 @on_ranks(2)
 def test_a_loop_that_reads_all_parameters_is_named(rank):
     """In the warm-up, whose profile has the reads, and after it; with DDP's bits."""
-    twins = Twins(rank)
+    pair = Pair(rank)
     found = []
 
     def steps(count):
         for _ in range(count):
             time.sleep(0.004 * rank.index)  # the gradients of one rank have to wait for those of the other
-            twins.step()
-            for module in twins.modules:
+            pair.step()
+            for module in pair.modules:
                 with torch.no_grad():
                     [parameter.norm() for parameter in module.parameters()]
             time.sleep(0.02)
 
     for count in (3, 6):
         steps(count)
-        lines = [each for each in twins.handle.stats()["waits"] if HERE in each["where"]]
+        lines = [each for each in pair.handle.stats()["waits"] if HERE in each["where"]]
         if rank.index == 0:  # rank 1 is the one that is waited for
             found += [] if lines and lines[0]["what"] == "reads all parameters after step()" else [lines]
-    profile = twins.handle.profile
+    profile = pair.handle.profile
     # Forward lasts as long as the loop: it begins behind the second sleep.
     found += [tensor.name for tensor in profile.tensors if tensor.need_ns > 0.5 * profile.forward_ns]
-    return found + twins.end()
+    return found + pair.end()
 
 
 @on_ranks(2)
@@ -272,28 +272,26 @@ def test_waits_by_kind(rank):
     """Each kind in a training of its own, in which the gradients of the last steps cannot have arrived."""
     found = []
 
-    def clip(module, optimizer):
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    def clip(side):
+        nn.utils.clip_grad_norm_(side.module.parameters(), 0.1)
 
-    def trained(between=None, after=lambda *_: None, before=lambda *_: None):
-        twins = Twins(rank)
-        for each in twins.each():
-            before(each[0])
+    def trained(between=None, after=lambda side: None):
+        pair = Pair(rank)
         for _ in range(9):
             if rank.index == 1:
                 time.sleep(0.002)
-            twins.step(between=between)
-            for module, optimizer, _ in twins.each():
-                after(module, optimizer)
-        causes = {each["what"] for each in twins.handle.stats()["waits"] if HERE in each["where"]}
-        found.extend(twins.end())
+            pair.step(between=between)
+            for side in pair.sides:
+                after(side)
+        causes = {each["what"] for each in pair.handle.stats()["waits"] if HERE in each["where"]}
+        found.extend(pair.end())
         return causes
 
     cases = {
         Cause.GRADIENTS: trained(clip),
-        Cause.STATE: trained(after=lambda module, optimizer: optimizer.state[next(module.parameters())]),
-        Cause.COMPLETION: trained(after=lambda module, optimizer: optimizer.state_dict()),
-        Cause.GRADIENTS_AFTER_STEP: trained(after=lambda module, _: next(module.parameters()).grad.norm()),
+        Cause.STATE: trained(after=lambda side: side.optimizer.state[next(side.module.parameters())]),
+        Cause.COMPLETION: trained(after=lambda side: side.optimizer.state_dict()),
+        Cause.GRADIENTS_AFTER_STEP: trained(after=lambda side: next(side.module.parameters()).grad.norm()),
     }
     if rank.index == 0:
         found += [f"{cause}: {causes}" for cause, causes in cases.items() if cause.what not in causes]

@@ -9,7 +9,7 @@ import gradcast
 from gradcast.cli import main
 from training.attached import planning
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Training
 
 pytest.importorskip("training.needs")
 from gradcast.training.step.step_message import REPORT_ELEMENTS, SIGNATURE_ELEMENTS
@@ -17,15 +17,18 @@ from gradcast.training.step.step_message import REPORT_ELEMENTS, SIGNATURE_ELEME
 
 def follow(rank, mode, steps):
     """Rank r is slower the higher it is, so that the ranks measure different things and must agree."""
-    ours = Ours("transformer", "sgd plain", rank.index, mode=mode, plan=planning("p3", warmup_steps=4))
+    ours = Training(rank.index, "transformer", "sgd plain", mode=mode, plan=planning("p3", warmup_steps=4))
     seen = []
-    for number in range(steps):
+
+    def note(side):
+        plan, names = side.handle.plan, [place.name for place in side.handle.layout]
+        blocks = [(block.op, block.buffer, block.ranges) for block in plan.blocks]
+        seen.append((side.handle.plan_version, plan.policy, blocks, names))
+
+    for _ in range(steps):
         if rank.index:
             torch.randn(200 * rank.index, 200).matmul(torch.randn(200, 200))
-        ours.step(number)
-        followed = ours.followed[-1]
-        blocks = [(block.op, block.buffer, block.ranges) for block in followed.blocks]
-        seen.append((followed.version, followed.policy, blocks, [place.name for place in followed.layout]))
+        ours.step(between=note)
     ours.handle.flush()
     check_stats(ours, rank.size)
     profile = ours.handle.profile
@@ -49,7 +52,7 @@ def check_stats(ours, world_size):
     known = ("step", "mode", "world_size", "policy")
     assert [stats[name] for name in known] == [8, ours.handle.mode, world_size, "p3"]
     # Gradients, and the step message with a flag for each; all begin at multiples of 32 bytes.
-    counts = [p.numel() for p in ours.bare.parameters()]
+    counts = [p.numel() for p in ours.module.parameters()]
     total = sum(32 * -(4 * n // -32) for n in (*counts, len(counts) + SIGNATURE_ELEMENTS + REPORT_ELEMENTS))
     assert stats["bytes"] == stats["gradient_buffer_bytes"] == total
     assert stats["blocks"] >= 1
@@ -63,8 +66,8 @@ def check_stats(ours, world_size):
 
 def record(rank, mode, steps):
     watch = gradcast.Watch(timeline_steps=4)
-    ours = Ours("transformer", "sgd plain", rank.index, mode=mode, policy="fifo", watch=watch)
-    ours.train(range(steps))
+    ours = Training(rank.index, "transformer", "sgd plain", mode=mode, policy="fifo", watch=watch)
+    ours.train(steps)
     ours.handle.flush()
     timeline = json.loads(json.dumps(ours.handle.timeline()))
     spans, blocks = check_events(timeline, rank.index, rank.size)
@@ -104,8 +107,8 @@ def check_events(timeline, rank, world_size):
 
 
 def save(rank, folder, mode):
-    ours = Ours("transformer", "sgd plain", rank.index, mode=mode)
-    ours.train(range(5))
+    ours = Training(rank.index, "transformer", "sgd plain", mode=mode)
+    ours.train(5)
     ours.handle.flush()
     for write, name in (
         (ours.handle.save_profile, "profile"), (ours.handle.save_plan, "plan"), (ours.handle.save_timeline, "timeline"),

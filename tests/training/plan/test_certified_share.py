@@ -13,8 +13,8 @@ from gradcast import _core
 from training.attached import heard, planning
 from training.inside import session_of
 from training.needs import torch
+from training.pair import Pair
 from training.plan.test_adapt import USUAL_NS, expectation, facts, with_slower_baseline
-from training.twins import Twins
 
 pytest.importorskip("training.needs")
 from gradcast.training.measure import compute_cost, network_cost
@@ -70,21 +70,21 @@ def train(rank, gain_if_waiting):
         mock.patch.object(proposals, "expect", measured if gain_if_waiting is None else expect),
     ):
         plan = planning(adapt=True, warmup_steps=WARMUP_STEPS)
-        twins = Twins(rank, "plain", "adamw foreach", plan=plan, clip=gradcast.Clip(norm=1.0))
-        live = session_of(twins.handle).controller
+        pair = Pair(rank, "plain", "adamw foreach", plan=plan, clip=gradcast.Clip(norm=1.0))
+        live = session_of(pair.handle).controller
         live.new_monitor = lambda agreed: _core.Monitor(rank.size, begins_on_baseline=agreed.runs_as_baseline)
         live.meter._own_facts = lambda _: facts(step_ns=with_slower_baseline(live.phase.on_baseline))
         seen = []
-        for number, module, optimizer, forward in twins.rounds(SECOND_LOOK + 5):
+        for number, side in pair.rounds(SECOND_LOOK + 5):
             size = LOUD if number < FIRST_LOOK - 60 or number > FIRST_LOOK + 5 else QUIET
-            optimizer.zero_grad()
-            (size * twins.task.loss(forward, twins.batch())).backward()
-            if module is twins.modules[0]:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            side.optimizer.zero_grad()
+            (size * side.loss()).backward()
+            if side is pair.theirs:
+                torch.nn.utils.clip_grad_norm_(side.module.parameters(), 1.0)
             else:
-                seen.append((twins.handle.plan.mode, twins.handle.stats()["runs_as_ddp"]))
-            optimizer.step()
-        return {"seen": seen, "lines": [line for line in lines if "clipping now" in line], "differences": twins.end()}
+                seen.append((pair.handle.plan.mode, pair.handle.stats()["runs_as_ddp"]))
+            side.optimizer.step()
+        return {"seen": seen, "lines": [line for line in lines if "clipping now" in line], "differences": pair.end()}
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import gradcast
 from gradcast.files import load_plan, plan_hash
 from training.attached import not_refused, planning
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Training
 from training.plain import beside_plain_loop
 
 
 def save_plan(rank, folder, task, mode):
-    ours = Ours(task, "sgd plain", rank.index, mode=mode)
-    ours.train(range(4))
+    ours = Training(rank.index, task, "sgd plain", mode=mode)
+    ours.train(4)
     ours.handle.flush()
     if rank.index == 0:
         ours.handle.save_plan(f"{folder}/plan.json")
@@ -49,9 +49,8 @@ def make_by_hand(folder, mode):
 def follow_pinned(rank, path, by_variable, mode, expected):
     with mock.patch.dict(os.environ, {"GRADCAST_PLAN": path} if by_variable else {}):
         plan = dataclasses.replace(planning(), file=None if by_variable else path)
-        ours = Ours("mixed64", "adam plain", rank.index, mode=mode, plan=plan)
-        found, _ = beside_plain_loop(rank, ours, "adam plain", 8)
-    followed = ours.followed[-1]
+        ours = Training(rank.index, "mixed64", "adam plain", mode=mode, plan=plan)
+        found, _, (*_, followed) = beside_plain_loop(ours, "adam plain", 8)
     assert followed.policy == "by hand"
     assert [(block.buffer, block.ranges) for block in followed.blocks] == expected
     assert ours.handle.stats()["packed_bytes"] > 0
@@ -71,7 +70,7 @@ def test_a_pinned_plan_is_followed_to_the_byte(ranks, tmp_path, by_variable, mod
 def refused(rank, path, code, said):
     """The error of attach or of a step, whichever comes."""
     plan = dataclasses.replace(planning(), file=path)
-    found = not_refused(lambda: Ours("mixed64", "adam plain", rank.index, plan=plan).train(range(6)), said, code=code)
+    found = not_refused(lambda: Training(rank.index, "mixed64", "adam plain", plan=plan).train(6), said, code=code)
     torch.distributed.barrier()
     return found
 

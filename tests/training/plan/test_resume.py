@@ -18,16 +18,15 @@ from training.attached import attach, heard, hosts_of, not_refused, planning
 from training.inside import session_of
 from training.models import TASKS
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Pair, Training
 from training.pool import on_ranks
-from training.twins import Twins
 
 
 def save(rank, mode, path):
-    ours = Ours("plain", "adam plain", rank.index, mode=mode, policy="fifo")
-    ours.train(range(6))
+    ours = Training(rank.index, "plain", "adam plain", mode=mode, policy="fifo")
+    ours.train(6)
     state = {
-        "module": ours.bare.state_dict(),
+        "module": ours.module.state_dict(),
         "optimizer": ours.optimizer.state_dict(),
         "gradcast": ours.handle.state_dict(),
     }
@@ -41,17 +40,17 @@ def save(rank, mode, path):
 
 def load(rank, mode, path):
     """Goes on from the checkpoint, beside DDP that does the same."""
-    twins = Twins(rank, "plain", "adam plain", mode=mode, policy="fifo")
+    pair = Pair(rank, "plain", "adam plain", mode=mode, policy="fifo")
     state = torch.load(path)
-    for module, optimizer, _ in twins.each():
-        module.load_state_dict(state["module"])
-        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would share its tensors
-    before = twins.handle.plan_version
-    twins.handle.load_state_dict(state["gradcast"])
-    followed = twins.handle.plan.hash(twins.handle.profile)
-    twins.train(4)
-    assert twins.handle.plan_version == before + 1, "one plan, no warm-up"
-    return twins.end(), followed
+    for side in pair.sides:
+        side.module.load_state_dict(state["module"])
+        side.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would share its tensors
+    before = pair.handle.plan_version
+    pair.handle.load_state_dict(state["gradcast"])
+    followed = pair.handle.plan.hash(pair.handle.profile)
+    pair.train(4)
+    assert pair.handle.plan_version == before + 1, "one plan, no warm-up"
+    return pair.end(), followed
 
 
 def test_the_plan_of_a_checkpoint_is_followed_at_once(ranks, tmp_path, mode):
@@ -61,11 +60,11 @@ def test_the_plan_of_a_checkpoint_is_followed_at_once(ranks, tmp_path, mode):
 
 
 def load_elsewhere(rank, path):
-    ours = Ours("plain", "adam plain", rank.index, policy="fifo")
+    ours = Training(rank.index, "plain", "adam plain", policy="fifo")
     before = ours.handle.plan_version
     ours.handle.load_state_dict(torch.load(path)["gradcast"])
     assert ours.handle.profile is None
-    ours.train(range(4 if rank.size > 1 else 0))
+    ours.train(4 if rank.size > 1 else 0)
     return ours.handle.plan_version - before
 
 
@@ -79,8 +78,8 @@ def test_other_numbers_of_workers_measure_again(ranks, tmp_path, world_size):
 
 def save_on_hosts(rank, mode, path):
     with hosts_of(1):
-        ours = Ours("plain", "adam plain", rank.index, mode=mode, plan=planning(adapt=True))
-    ours.train(range(6))
+        ours = Training(rank.index, "plain", "adam plain", mode=mode, plan=planning(adapt=True))
+    ours.train(6)
     state = ours.handle.state_dict()
     if rank.index == 0:
         torch.save(state, path)
@@ -90,12 +89,12 @@ def save_on_hosts(rank, mode, path):
 def load_on_hosts(rank, mode, path):
     """Goes on beside DDP. Rank 0's state counts."""
     with hosts_of(1):
-        twins = Twins(rank, "plain", "adam plain", mode=mode, plan=planning(adapt=True))
+        pair = Pair(rank, "plain", "adam plain", mode=mode, plan=planning(adapt=True))
     state = torch.load(path) if rank.index == 0 else {}
     with heard() as lines:
-        twins.handle.load_state_dict(state)
-    profile, measures = twins.handle.profile, twins.handle.measuring
-    twins.train(4)
+        pair.handle.load_state_dict(state)
+    profile, measures = pair.handle.profile, pair.handle.measuring
+    pair.train(4)
     before = gradcast.Profile.from_json(torch.load(path)["profile"])
     byte_costs = [each.link.all_reduce.pieces[-1].beta_ns_per_byte for each in (profile, before)]
     found = [] if profile.world_size == rank.size else [f"a profile of {profile.world_size} workers"]
@@ -103,7 +102,7 @@ def load_on_hosts(rank, mode, path):
     found += [] if byte_costs[0] == pytest.approx(byte_costs[1] * 3 / 4) else [f"bytes cost {byte_costs}"]
     found += [] if compute_ns(profile) == compute_ns(before) else ["other compute"]
     said = any("of 3 workers; planned for 2 without measuring" in line for line in lines)
-    return twins.end() + found + ([] if said == (rank.index == 0) else lines)
+    return pair.end() + found + ([] if said == (rank.index == 0) else lines)
 
 
 def test_other_numbers_of_hosts_are_planned_for_at_once(ranks, tmp_path, mode):
@@ -120,15 +119,15 @@ SAVED_EARLIER = Path(__file__).parent / "saved_earlier"  # of the plain model, b
 def test_what_an_earlier_version_has_saved_is_measured_again(rank, what):
     with heard() as lines:
         file = str(SAVED_EARLIER / "plan.json") if what == "plan" else None
-        twins = Twins(rank, plan=replace(planning(), file=file))
+        pair = Pair(rank, plan=replace(planning(), file=file))
         if what != "plan":
             state = json.loads((SAVED_EARLIER / "state.json").read_text())
-            twins.handle.load_state_dict(state if what == "state" else state | {"version": None})
-        twins.train(6)
+            pair.handle.load_state_dict(state if what == "state" else state | {"version": None})
+        pair.train(6)
     said = [line for line in lines if "version of gradcast" in line and "measures" in line]
     assert len(said) == (rank.index == 0), lines
-    assert twins.handle.profile is not None
-    return twins.end()
+    assert pair.handle.profile is not None
+    return pair.end()
 
 
 CHANGES = {
@@ -154,13 +153,13 @@ CHANGES = {
 @on_ranks(2)
 def test_a_checkpoint_that_does_not_fit(rank, change, code):
     """What is no checkpoint is an error; what is another training's leaves the warm-up going on."""
-    ours = Ours("plain", "adam plain", rank.index, policy="fifo")
-    ours.train(range(5))
+    ours = Training(rank.index, "plain", "adam plain", policy="fifo")
+    ours.train(5)
     state = {"step": 3} if change == "another program" else ours.handle.state_dict() | CHANGES.get(change, {})
     if change == "another model":
-        ours = Ours("transformer", "adam plain", rank.index, policy="fifo")
+        ours = Training(rank.index, "transformer", "adam plain", policy="fifo")
     elif change == "another mode":
-        ours = Ours("plain", "adam plain", rank.index, mode="hook")
+        ours = Training(rank.index, "plain", "adam plain", mode="hook")
     words = ["state_dict"] if code == "invalid_use" else []
     return not_refused(lambda: ours.handle.load_state_dict(state), *words, code=code)
 
@@ -169,7 +168,7 @@ def test_a_checkpoint_that_does_not_fit(rank, change, code):
 @on_ranks(2)
 def test_ranks_that_have_received_different_sums(rank, mode, where):
     """What rank 1 has received is changed in its memory before the ranks compare it."""
-    ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
+    ours = Training(rank.index, "plain", "sgd plain", mode=mode, policy="fifo", compare_every=6)
     consistency, buffers = session_of(ours.handle).cycle.consistency, session_of(ours.handle).exchange.buffers
     compare_ranks = consistency.compare_ranks
 
@@ -180,18 +179,18 @@ def test_ranks_that_have_received_different_sums(rank, mode, where):
 
     consistency.compare_ranks = compare_damaged
     with pytest.raises(gradcast.Error, match=r"iteration 11 .* rank 1 .* block \d+ \(.*\d\.(weight|bias)") as raised:
-        ours.train(range(12))
+        ours.train(12)
     assert raised.value.code == "communication"
 
 
 @on_ranks(2, timeout_s=20.0)
 def test_a_rank_that_cannot_compare_is_named_by_all(rank, mode):
     """As where a device fails while it adds up."""
-    ours = Ours("plain", "sgd plain", rank.index, mode=mode, policy="fifo", compare_every=6)
+    ours = Training(rank.index, "plain", "sgd plain", mode=mode, policy="fifo", compare_every=6)
     if rank.index == 1:
         session_of(ours.handle).cycle.consistency._checksum = mock.Mock(side_effect=RuntimeError("a lost device"))
     with pytest.raises(gradcast.Error, match=r"comparing .* on rank 1 of 2: RuntimeError: a lost device") as raised:
-        ours.train(range(12))
+        ours.train(12)
     assert raised.value.code == "communication"
 
 
@@ -238,24 +237,22 @@ def test_a_pass_that_comes_to_no_gradient_compares_nothing(rank, mode):
 @on_ranks(2)
 def test_a_plan_that_is_loaded_between_backward_and_step(rank):
     """With another layout, before a step that clips: the gradients move."""
-    first = Ours("transformer", "sgd plain", rank.index, policy="fifo")
-    first.train(range(5))
+    first = Training(rank.index, "transformer", "sgd plain", policy="fifo")
+    first.train(5)
     state = first.handle.state_dict()
     planned = [place.name for place in first.handle.layout]
     first.handle.detach()
-    twins = Twins(rank, "transformer", "sgd plain", clip=gradcast.Clip(norm=0.05))
-    assert planned != [place.name for place in twins.handle.layout], "so nothing is shown"
-    for number in range(4):
-        for module, optimizer, forward in twins.each():
-            optimizer.zero_grad()
-            twins.task.loss(forward, twins.batch()).backward()
-            if module is twins.theirs.module:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
-            elif number == 1:
-                twins.handle.load_state_dict(state)
-            optimizer.step()
-        twins.after_step()
-    return twins.differences()
+    pair = Pair(rank, "transformer", "sgd plain", clip=gradcast.Clip(norm=0.05))
+    assert planned != [place.name for place in pair.handle.layout], "so nothing is shown"
+    for number, side in pair.rounds(4):
+        side.optimizer.zero_grad()
+        side.loss().backward()
+        if side is pair.theirs:
+            torch.nn.utils.clip_grad_norm_(side.module.parameters(), 0.05)
+        elif number == 1:
+            side.handle.load_state_dict(state)
+        side.optimizer.step()
+    return pair.differences()
 
 
 @pytest.mark.parametrize("hi", [4, 8, 12, 16])

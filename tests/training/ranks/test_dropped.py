@@ -13,10 +13,9 @@ from training import compare
 from training.attached import attach
 from training.inside import session_of
 from training.needs import torch
+from training.pair import Pair, net
 from training.pool import on_ranks
-from training.sides import net
 from training.threads import threads_named
-from training.twins import Twins
 
 pytest.importorskip("training.needs")
 from gradcast.training.ranks import dropped, group, group_pool
@@ -181,17 +180,17 @@ def test_a_model_is_collected_while_another_one_trains(rank):
     """Wherever Python looks for garbage, which it does all the time here."""
     for _ in range(3):
         trained(rank, "overlap")
-    twins = Twins(rank, "plain")
+    pair = Pair(rank, "plain")
     thresholds = gc.get_threshold()
     gc.set_threshold(7, 2, 2)
     try:
         for _ in range(3):
             trained(rank, "hook")
-            twins.train(3)
+            pair.train(3)
     finally:
         gc.set_threshold(*thresholds)
     dropped.end_all(10.0)
     names = [name for name in threads_named("gradcast") if name == "gradcast"]
     found = [] if len(names) == 1 else names
-    twins.handle.flush()
-    return found + compare.modules(twins.ours.bare, twins.theirs.module)
+    pair.handle.flush()
+    return found + compare.modules(pair.ours.module, pair.theirs.module)

@@ -14,8 +14,8 @@ import gradcast
 from training.attached import attach, heard, hosts_of, not_refused
 from training.models import TASKS
 from training.needs import torch
+from training.pair import differences
 from training.pool import on_ranks
-from training.sides import differences
 
 pytest.importorskip("training.needs")
 import torch.testing._internal.distributed.fake_pg  # registers the group

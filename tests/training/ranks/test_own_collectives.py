@@ -3,8 +3,8 @@
 import pytest
 
 from training.needs import torch
+from training.pair import differences
 from training.pool import on_ranks
-from training.sides import differences
 
 pytest.importorskip("torch.distributed.nn.functional")
 import torch.distributed.nn.functional as collectives

@@ -15,7 +15,7 @@ import pytest
 import gradcast
 from training.attached import Attached, error_of, not_refused, planning
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Training
 from training.pool import on_ranks
 
 pytest.importorskip("training.needs")
@@ -149,7 +149,7 @@ def attaches_ddp(rank):
 
 
 def trains(rank, steps=16, **options):
-    Ours("plain", "sgd plain", rank.index, **options).train(range(steps))
+    Training(rank.index, "plain", "sgd plain", **options).train(steps)
 
 
 def grows(rank):
@@ -161,8 +161,8 @@ def grows(rank):
 
 
 def loads(rank):
-    ours = Ours("plain", "sgd plain", rank.index)
-    ours.train(range(5))
+    ours = Training(rank.index, "plain", "sgd plain")
+    ours.train(5)
     state = ours.handle.state_dict()
     ours.handle.load_state_dict(state)
 

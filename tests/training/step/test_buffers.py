@@ -6,9 +6,8 @@ from gradcast.training.step.gradient_buffers import ALIGNMENT_BYTES, GradientBuf
 from training import compare
 from training.inside import session_of
 from training.needs import torch
+from training.pair import Pair, Side, net
 from training.pool import on_ranks
-from training.sides import Side, net
-from training.twins import Twins
 
 nn = torch.nn
 
@@ -82,8 +81,8 @@ class Reversed(nn.Module):
 @on_ranks(2)
 def test_only_gradients_that_somebody_holds_are_copied_when_the_layout_changes(rank, set_to_none, expected):
     """It changes where backward begins, and memory is fullest there."""
-    twins = Twins(rank, Reversed, "sgd plain", mode="hook")
-    buffers, moved = session_of(twins.handle).exchange.buffers, []
+    pair = Pair(rank, Reversed, "sgd plain", mode="hook")
+    buffers, moved = session_of(pair.handle).exchange.buffers, []
     moving = buffers._moving
 
     def counted(kept):
@@ -93,9 +92,9 @@ def test_only_gradients_that_somebody_holds_are_copied_when_the_layout_changes(r
 
     buffers._moving = counted
     for _ in range(6):
-        twins.step(set_to_none=set_to_none)
+        pair.step(set_to_none=set_to_none)
     assert moved[0] == expected, "the layout of the plan"
-    return twins.differences()
+    return pair.differences()
 
 
 @pytest.mark.parametrize("kept", [None, 2])
@@ -119,34 +118,34 @@ def test_only_a_gradient_that_is_kept_gets_memory_of_its_own(rank, mode, kept):
 
 @on_ranks(2)
 def test_a_gradient_stays_the_same_tensor_when_the_module_is_converted_and_back(rank):
-    twins = Twins(rank, "plain", "sgd plain")
+    pair = Pair(rank, "plain", "sgd plain")
     for _ in range(5):
-        twins.step(set_to_none=False)
-    twins.handle.flush()
-    kept = [[parameter.grad for parameter in module.parameters()] for module in twins.modules]
-    for module in twins.modules:
+        pair.step(set_to_none=False)
+    pair.handle.flush()
+    kept = [[parameter.grad for parameter in module.parameters()] for module in pair.modules]
+    for module in pair.modules:
         module.double().float()
-    twins.wrap()
-    twins.step(set_to_none=False)
-    twins.handle.flush()
-    for module, gradients in zip(twins.modules, kept, strict=True):
+    pair.theirs.wrap()
+    pair.step(set_to_none=False)
+    pair.handle.flush()
+    for module, gradients in zip(pair.modules, kept, strict=True):
         assert all(p.grad is grad for p, grad in zip(module.parameters(), gradients, strict=True))
-    return twins.differences() + compare.trees(kept[1], kept[0], "kept")
+    return pair.differences() + compare.trees(kept[1], kept[0], "kept")
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks(2)
 def test_what_numpy_holds_of_gradients_survives_a_conversion_of_the_module(rank, set_to_none):
     """An array holds memory, not a tensor, and the conversion gives the gradient other memory."""
-    twins, held = Twins(rank, "plain", "sgd plain"), []
+    pair, held = Pair(rank, "plain", "sgd plain"), []
     for number in range(8):
-        twins.step(set_to_none=set_to_none)
+        pair.step(set_to_none=set_to_none)
         if number in (3, 5):
-            twins.handle.flush()
-            held += [p.grad.numpy() for module in twins.modules for p in module.parameters()]
+            pair.handle.flush()
+            held += [p.grad.numpy() for module in pair.modules for p in module.parameters()]
             copies = [each.copy() for each in held]
-            for module in twins.modules:
+            for module in pair.modules:
                 module.double().float()
-            twins.wrap()
-    twins.handle.flush()
-    return twins.differences() + [f"held {n}" for n, each in enumerate(copies) if (each != held[n]).any()]
+            pair.theirs.wrap()
+    pair.handle.flush()
+    return pair.differences() + [f"held {n}" for n, each in enumerate(copies) if (each != held[n]).any()]

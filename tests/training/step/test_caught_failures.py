@@ -21,25 +21,24 @@ USED, NOBODY, FROZEN = (True, False), (False, False), (False, True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def fail(twins, place, run=lambda backward: backward()):
+def fail(pair, place, run=lambda backward: backward()):
     """On gradcast's side only: stock DDP raises in the next forward pass."""
-    _, (module, optimizer, forward) = twins.each()
-    optimizer.zero_grad()
-    hook = getattr(module, place).register_forward_hook(lambda *call: Bomb.apply(call[2]))
+    pair.ours.optimizer.zero_grad()
+    hook = getattr(pair.ours.module, place).register_forward_hook(lambda *call: Bomb.apply(call[2]))
     with pytest.raises(RuntimeError, match="in backward"):
-        run(twins.task.loss(forward, twins.batch()).backward)
+        run(pair.ours.loss().backward)
     hook.remove()
 
 
 @on_ranks(2)
 def test_what_all_ranks_skip_leaves_nothing_behind(rank, mode):
-    twins = branches(rank, mode)
+    pair = branches(rank, mode)
     for number in range(10):
         if number in (1, 6):
-            fail(twins, PLACES[rank.index])
+            fail(pair, PLACES[rank.index])
         else:
-            twins.step()
-    return twins.differences()
+            pair.step()
+    return pair.differences()
 
 
 def as_on_a_device(backward):
@@ -52,13 +51,13 @@ def as_on_a_device(backward):
 @on_ranks(2)
 def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(rank, where):
     """As a loop that logs the error and goes on: what has no gradient is not updated, on any rank."""
-    twins = branches(rank)
-    twins.train(6)
-    before = {name: p.detach().clone() for name, p in twins.modules[1].named_parameters()}
-    fail(twins, "left", *where)
-    twins.ours.optimizer.step()
-    twins.handle.flush()
-    updated = {name: bool((p != before[name]).any()) for name, p in twins.modules[1].named_parameters()}
+    pair = branches(rank)
+    pair.train(6)
+    before = {name: p.detach().clone() for name, p in pair.modules[1].named_parameters()}
+    fail(pair, "left", *where)
+    pair.ours.optimizer.step()
+    pair.handle.flush()
+    updated = {name: bool((p != before[name]).any()) for name, p in pair.modules[1].named_parameters()}
     expected = {"head.weight": True, "trunk.weight": False, "left.weight": False}
     return {name: each for name, each in updated.items() if expected.get(name, each) != each}
 
@@ -66,24 +65,24 @@ def test_a_step_after_a_failure_waits_for_nothing_that_never_comes(rank, where):
 @pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 @on_ranks(2, wait_s=8)
 def test_where_one_rank_fails_alone_the_others_do_not_train_on(rank, mode):
-    twins = branches(rank, mode)
-    _, (module, optimizer, _) = twins.each()
+    pair = branches(rank, mode)
+    module, optimizer = pair.ours.module, pair.ours.optimizer
 
     def train(steps):
         for _ in range(steps):
             optimizer.zero_grad()
-            twins.task.loss(module, twins.batch()).backward()
+            pair.ours.loss().backward()
             optimizer.step()
 
     train(7)
-    twins.handle.flush()
+    pair.handle.flush()
     if rank.index == 1:
-        fail(twins, "trunk")
+        fail(pair, "trunk")
         return not_refused(lambda: train(3), code="communication")
     before = [parameter.detach().clone() for parameter in module.parameters()]
     # Waits for what rank 1 brings with its next pass.
     found = not_refused(lambda: train(3), "in iteration 7 the backward pass of another rank failed")
-    found += not_refused(twins.handle.detach, "in iteration 7")  # all the same: the other one would wait for it
+    found += not_refused(pair.handle.detach, "in iteration 7")  # all the same: the other one would wait for it
     return found + compare.trees([parameter.detach() for parameter in module.parameters()], before, "updated")
 
 

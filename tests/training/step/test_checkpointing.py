@@ -5,8 +5,8 @@ import pytest
 from training.attached import attach, not_refused
 from training.models import TASKS
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
-from training.twins import Twins
 
 nn = torch.nn
 checkpoint = torch.utils.checkpoint
@@ -32,9 +32,9 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(("reentrant", "times"), [(True, 1), (False, 2)])
 @on_ranks(2)
 def test_activation_checkpointing(rank, reentrant, times, mode):
-    twins = Twins(rank, lambda: Checkpointed(reentrant, times), mode=mode, policy="fifo")
-    twins.train(8)
-    return twins.differences()
+    pair = Pair(rank, lambda: Checkpointed(reentrant, times), mode=mode, policy="fifo")
+    pair.train(8)
+    return pair.differences()
 
 
 @on_ranks(2)

@@ -11,9 +11,9 @@ from gradcast.training.step.clip_certificate import ClipCertificate
 from training.inside import session_of
 from training.models import Branches
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
 from training.step.test_graph_changes import USES
-from training.twins import Twins
 
 nn = torch.nn
 MAX_NORM = 1.0
@@ -22,40 +22,40 @@ QUIET, LOUD, OPPOSED = "quiet", "loud", "opposed"
 
 
 def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, arguments=(), asks=False, **options):
-    """Steps of these kinds. Returns the twins, and for each step after the warm-up whether it was certified, and so did
+    """Steps of these kinds. Returns the pair, and for each step after the warm-up whether it was certified, and so did
     not wait for all gradients. ``asks``: for the clipping before step(), as a framework does."""
     options |= {"policy": "p3", "clip": gradcast.Clip(norm=MAX_NORM, norm_type=norm_type)}
-    twins = Twins(rank, model, optimizer, find_unused=True, **options)
+    pair = Pair(rank, model, optimizer, ddp_options={"find_unused_parameters": True}, **options)
     certified = []
-    exchange = session_of(twins.handle).exchange
+    exchange = session_of(pair.handle).exchange
     exchange.wait_all = unittest.mock.Mock(wraps=exchange.wait_all)
     for number, kind in enumerate([QUIET] * 5 + list(kinds)):
-        batch = twins.task.batch(0, number)
-        theirs, ours = twins.modules
+        batch = pair.theirs.task.batch(0, number)
+        theirs, ours = pair.modules
         given = arguments[number % len(arguments)][rank.index] if arguments else ()
-        loss = twins.task.loss(theirs, batch, *given)
+        loss = pair.theirs.task.loss(theirs, batch, *given)
         used = [p for p in theirs.parameters() if p.requires_grad]
         gradients = [g for g in torch.autograd.grad(loss, used, allow_unused=True) if g is not None]
         norm = nn.utils.get_total_norm(gradients, norm_type)
         size = {QUIET: 0.1, LOUD: 10.0, OPPOSED: 2.0, "nan": math.nan, "zero": 0.0, "huge": 1e30}[kind]
         factor = size / norm.item() * (-0.9 if kind == OPPOSED and rank.index else 1.0)
         exchange.wait_all.reset_mock()
-        for _, module, step, forward in twins.rounds(1):
-            step.zero_grad()
-            (factor * twins.task.loss(forward, batch, *given)).backward()
-            if module is theirs:
-                total = nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM, norm_type)
+        for _, side in pair.rounds(1):
+            side.optimizer.zero_grad()
+            (factor * side.task.loss(side.forward, batch, *given)).backward()
+            if side is pair.theirs:
+                total = nn.utils.clip_grad_norm_(theirs.parameters(), MAX_NORM, norm_type)
             elif asks:
-                early = session_of(twins.handle).early_clipping
-                norm = early.clip(list(module.parameters()), refuse_nonfinite=False)
-            step.step()
+                early = session_of(pair.handle).early_clipping
+                norm = early.clip(list(ours.parameters()), refuse_nonfinite=False)
+            side.optimizer.step()
         for parameter in ours.parameters():  # reads one after the other, as forward does, but no norm of all
             parameter.sum()
-        certified.append(session_of(twins.handle).cycle.gradients.clipping.certified)
+        certified.append(session_of(pair.handle).cycle.gradients.clipping.certified)
         assert exchange.wait_all.called != certified[-1]
-        found = norm if asks else torch.tensor(twins.handle.stats()["grad_norm"], dtype=total.dtype)
+        found = norm if asks else torch.tensor(pair.handle.stats()["grad_norm"], dtype=total.dtype)
         torch.testing.assert_close(found, total, rtol=0, atol=0, equal_nan=True)
-    return twins, certified[5:]
+    return pair, certified[5:]
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def train(rank, kinds, optimizer="adamw foreach", model="plain", norm_type=2.0, 
 @on_ranks(2)
 def test_each_kind_of_step_equals_torch(rank, optimizer, asks):
     kinds = [QUIET, LOUD, OPPOSED, QUIET, QUIET, OPPOSED, LOUD, QUIET]
-    twins, certified = train(rank, kinds, optimizer, asks=asks)
+    pair, certified = train(rank, kinds, optimizer, asks=asks)
     # An opposed step is certified if all its gradients have arrived early.
     assert [kind for kind, known in zip(kinds, certified, strict=True) if known and kind != OPPOSED] == [QUIET] * 4
-    assert twins.handle.stats()["clipping"]["certified_share"] > 0.4
-    return twins.differences()
+    assert pair.handle.stats()["clipping"]["certified_share"] > 0.4
+    return pair.differences()
 
 
 @on_ranks(2)
@@ -79,26 +79,26 @@ def test_a_plan_that_waits_tries_no_certificate(rank):
         return candidates.choose_plan(profile, modes[-1], options)
 
     with unittest.mock.patch.object(proposals, "best_for_steps", best):
-        twins, certified = train(rank, [QUIET, LOUD, QUIET])
-    assert (twins.handle.plan.mode, certified) == ("hook", [False] * 3)
-    assert twins.handle.stats()["clipping"]["certified_share"] is None
-    return twins.differences()
+        pair, certified = train(rank, [QUIET, LOUD, QUIET])
+    assert (pair.handle.plan.mode, certified) == ("hook", [False] * 3)
+    assert pair.handle.stats()["clipping"]["certified_share"] is None
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_norms_of_zero_and_inf(rank):
     """The huge gradients are finite, and their norm is not: torch makes them 0."""
-    twins, certified = train(rank, [QUIET, "zero", "huge", QUIET])
+    pair, certified = train(rank, [QUIET, "zero", "huge", QUIET])
     assert certified == [True, True, False, True]
-    return twins.differences()
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_nan_is_never_certified(rank):
-    twins, certified = train(rank, [QUIET, "nan"])
+    pair, certified = train(rank, [QUIET, "nan"])
     assert certified == [True, False]
-    twins.handle.flush()
-    for module in twins.modules:
+    pair.handle.flush()
+    for module in pair.modules:
         for parameter in module.parameters():
             assert parameter.isnan().all()
 
@@ -107,45 +107,45 @@ def test_nan_is_never_certified(rank):
 @on_ranks(2)
 def test_norm_types(rank, norm_type, expected):
     """Other types than 1, 2 and inf wait, and are torch's too."""
-    twins, certified = train(rank, [QUIET, LOUD, QUIET], norm_type=norm_type)
+    pair, certified = train(rank, [QUIET, LOUD, QUIET], norm_type=norm_type)
     assert certified == [expected, False, expected]
-    return twins.differences()
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_parameters_without_gradients(rank):
     """One rank's, or all ranks' passes leave a branch out; what .grad was before then counts."""
     uses = [[(use,) for use in ranks] for ranks in USES]
-    twins, certified = train(rank, [QUIET, LOUD, QUIET, QUIET] * 3, model=Branches, arguments=uses)
+    pair, certified = train(rank, [QUIET, LOUD, QUIET, QUIET] * 3, model=Branches, arguments=uses)
     assert certified == [True, False, True, True] * 3
-    return twins.differences()
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_accumulated_gradients(rank):
-    twins = Twins(rank, "plain", "adamw fused", policy="p3", clip=gradcast.Clip(norm=1e3))
-    for _, module, optimizer, forward in twins.rounds(8):
-        optimizer.zero_grad()
-        with twins.no_sync(module):
-            twins.task.loss(forward, twins.task.batch(rank.index, 0)).backward()
-        twins.task.loss(forward, twins.task.batch(rank.index, 1)).backward()
-        if module is twins.modules[0]:
-            nn.utils.clip_grad_norm_(module.parameters(), 1e3)
-        optimizer.step()
-    assert twins.handle.stats()["clipping"]["certified_share"] > 0
-    return twins.differences()
+    pair = Pair(rank, "plain", "adamw fused", policy="p3", clip=gradcast.Clip(norm=1e3))
+    for _, side in pair.rounds(8):
+        side.optimizer.zero_grad()
+        with side.no_sync():
+            side.task.loss(side.forward, side.batch(0)).backward()
+        side.task.loss(side.forward, side.batch(1)).backward()
+        if side is pair.theirs:
+            nn.utils.clip_grad_norm_(side.module.parameters(), 1e3)
+        side.optimizer.step()
+    assert pair.handle.stats()["clipping"]["certified_share"] > 0
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_values_are_clipped_by_part(rank):
-    twins = Twins(rank, "plain", "adamw foreach", policy="p3", clip=gradcast.Clip(value=1e-3))
-    for _, module, optimizer, forward in twins.rounds(9):
-        optimizer.zero_grad()
-        twins.task.loss(forward, twins.batch()).backward()
-        if module is twins.modules[0]:
-            nn.utils.clip_grad_value_(module.parameters(), 1e-3)
-        optimizer.step()
-    return twins.differences()
+    pair = Pair(rank, "plain", "adamw foreach", policy="p3", clip=gradcast.Clip(value=1e-3))
+    for _, side in pair.rounds(9):
+        side.optimizer.zero_grad()
+        side.loss().backward()
+        if side is pair.theirs:
+            nn.utils.clip_grad_value_(side.module.parameters(), 1e-3)
+        side.optimizer.step()
+    return pair.differences()
 
 
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,8 +15,8 @@ from training import compare, optimizers
 from training.attached import attach, not_refused
 from training.models import TASKS
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
-from training.twins import Twins
 
 nn = torch.nn
 MAX_NORM = 0.05
@@ -29,19 +29,19 @@ def clip(module, max_norm=MAX_NORM):
 def trained(rank, task, optimizer, arguments=lambda number: (), change=lambda *_: None, max_norm=MAX_NORM, **options):
     """How gradcast with clipping inside differs from DDP with torch's. ``arguments``: of forward, by step; ``change``:
     what the user does to gradients before they are clipped."""
-    twins = Twins(rank, task, optimizer, clip=gradcast.Clip(norm=max_norm), **options)
+    pair = Pair(rank, task, optimizer, clip=gradcast.Clip(norm=max_norm), **options)
     found = []
-    for number, module, step, forward in twins.rounds(12):
-        step.zero_grad()
-        twins.task.loss(forward, twins.batch(), *arguments(number)).backward()
-        change(number, module)
-        if module is twins.modules[0]:
-            norm = clip(module, max_norm)
-        step.step()
-        if module is twins.modules[1] and number % 4 == 3:
-            found += twins.differences()
-            found += compare.trees(twins.handle.stats()["grad_norm"], norm.item(), "norm")
-    assert twins.handle.stats()["update_calls"] == 1, "the step was not taken at once, but in one part, later"
+    for number, side in pair.rounds(12):
+        side.optimizer.zero_grad()
+        side.loss(*arguments(number)).backward()
+        change(number, side.module)
+        if side is pair.theirs:
+            norm = clip(side.module, max_norm)
+        side.optimizer.step()
+        if side is pair.ours and number % 4 == 3:
+            found += pair.differences()
+            found += compare.trees(pair.handle.stats()["grad_norm"], norm.item(), "norm")
+    assert pair.handle.stats()["update_calls"] == 1, "the step was not taken at once, but in one part, later"
     return found
 
 
@@ -67,18 +67,18 @@ def test_gradients_that_the_user_replaces(rank, how):
 
 
 def with_scaler(rank, unscale):
-    twins = Twins(rank, "plain", "sgd fused", clip=gradcast.Clip(norm=MAX_NORM))
-    scalers = {module: torch.amp.GradScaler("cpu", init_scale=1024.0) for module in twins.modules}
-    for _, module, optimizer, forward in twins.rounds(8):
-        optimizer.zero_grad()
-        scalers[module].scale(twins.task.loss(forward, twins.batch())).backward()
+    pair = Pair(rank, "plain", "sgd fused", clip=gradcast.Clip(norm=MAX_NORM))
+    scalers = {side: torch.amp.GradScaler("cpu", init_scale=1024.0) for side in pair.sides}
+    for _, side in pair.rounds(8):
+        side.optimizer.zero_grad()
+        scalers[side].scale(side.loss()).backward()
         if unscale:
-            scalers[module].unscale_(optimizer)
-        if module is twins.modules[0]:
-            clip(module)
-        scalers[module].step(optimizer)
-        scalers[module].update()
-    return twins.differences()
+            scalers[side].unscale_(side.optimizer)
+        if side is pair.theirs:
+            clip(side.module)
+        scalers[side].step(side.optimizer)
+        scalers[side].update()
+    return pair.differences()
 
 
 @on_ranks(2)

@@ -7,8 +7,8 @@ import pytest
 from training.attached import heard, planning
 from training.inside import session_of
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
-from training.twins import Twins
 
 pytest.importorskip("training.needs")
 from gradcast.training.step import compiled_blocks
@@ -32,8 +32,8 @@ def test_compiled_modules(rank, what, mode):
     """In the course of training nothing is compiled again: compiled code never sees a pending parameter. That a whole
     model keeps forward waiting is said once."""
     torch._dynamo.reset()
-    twins = Twins(rank, mode=mode, policy="fifo")
-    for module in twins.modules:
+    pair = Pair(rank, mode=mode, policy="fifo")
+    for module in pair.modules:
         if what == "functions":
             module[2].forward = torch.compile(module[2].forward, backend="aot_eager")
         elif what == "wrapped":
@@ -42,26 +42,26 @@ def test_compiled_modules(rank, what, mode):
             for part in [module] if what == "module" else [module[0], module[4]]:
                 part.compile(backend="aot_eager")
     with heard() as lines:
-        twins.train(7)
+        pair.train(7)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        twins.train(5)
+        pair.train(5)
     warnings = sum("compiled as a whole" in line for line in lines)
     assert warnings == ((what, mode, rank.index) == ("module", "overlap", 0))
     assert what == "functions" or torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-    return twins.differences()
+    return pair.differences()
 
 
 @on_ranks(2, timeout_s=120)
 def test_a_compiled_function_may_take_the_step(rank):
     torch._dynamo.reset()
-    twins = Twins(rank, policy="fifo")
-    theirs, ours = (optimizer for _, optimizer, _ in twins.each())
+    pair = Pair(rank, policy="fifo")
+    theirs, ours = (side.optimizer for side in pair.sides)
     steps = {theirs: theirs.step, ours: torch.compile(lambda: ours.step(), backend="eager")}
-    for number, _, optimizer, forward in twins.rounds(12):
-        optimizer.zero_grad()
-        twins.task.loss(forward, twins.task.batch(rank.index, number)).backward()
-        steps[optimizer]()
-    return twins.differences()
+    for _, side in pair.rounds(12):
+        side.optimizer.zero_grad()
+        side.loss().backward()
+        steps[side.optimizer]()
+    return pair.differences()
 
 
 class Block(torch.nn.Module):
@@ -103,40 +103,40 @@ def test_a_split_model_waits_part_by_part(rank, how):
     """Nothing is compiled again. DDP's model has the same code, compiled before without breaks."""
     torch._dynamo.reset()
     model = Blocks if how == "module" else compiled_model
-    twins = Twins(rank, model, split_compiled=True, wrap=how == "ddp", plan=planning("p3", slice_elements=150))
+    pair = Pair(rank, model, split_compiled=True, wrap=how == "ddp", plan=planning("p3", slice_elements=150))
     if how == "module":
-        for module in twins.modules:
+        for module in pair.modules:
             module.compile(backend="aot_eager")
     with heard() as lines:
-        twins.train(7)
+        pair.train(7)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        twins.train(5)
+        pair.train(5)
     found = [line for line in lines if "compiled" in line]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-    needs = {tensor.need_ns for tensor in session_of(twins.handle).report.profile.tensors}
+    needs = {tensor.need_ns for tensor in session_of(pair.handle).report.profile.tensors}
     assert len(needs) >= 6, f"forward needs parameters at {needs}"
-    twins.pending_step()
+    pair.pending_step()
     with torch.no_grad():
-        theirs, ours = (module.eval()(torch.ones(2, 12)) for module in twins.modules)
+        theirs, ours = (module.eval()(torch.ones(2, 12)) for module in pair.modules)
     found += [] if torch.equal(theirs, ours) else ["evaluation reads parameters that are not updated"]
-    for module in twins.modules:
+    for module in pair.modules:
         module.train()
-    twins.train(3)
-    return found + twins.differences()
+    pair.train(3)
+    return found + pair.differences()
 
 
 @on_ranks(2, timeout_s=120)
 def test_a_full_graph_is_not_split(rank):
     torch._dynamo.reset()
-    twins = Twins(rank, functools.partial(compiled_model, fullgraph=True), split_compiled=True)
+    pair = Pair(rank, functools.partial(compiled_model, fullgraph=True), split_compiled=True)
     with heard() as lines:
-        twins.train(7)
-    found = twins.differences()
+        pair.train(7)
+    found = pair.differences()
     assert sum("compiled as a whole" in line for line in lines) == (rank.index == 0)
-    inside = Twins(rank, Blocks)
-    inside.ours.bare.compile(backend="aot_eager", fullgraph=True)
+    inside = Pair(rank, Blocks)
+    inside.ours.module.compile(backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="give attach the compiled module"):
-        inside.ours.bare(torch.ones(2, 12))
+        inside.ours.module(torch.ones(2, 12))
     return found
 
 

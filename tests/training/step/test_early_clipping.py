@@ -11,8 +11,8 @@ from gradcast.frameworks.clipping import ClipCalls, with_clipping
 from training import compare
 from training.attached import error_of, heard, not_refused, planning
 from training.needs import torch
+from training.pair import DDP, Side, net
 from training.pool import on_ranks
-from training.sides import DDP, Side, net
 from training.test_disabled import disabling
 
 nn = torch.nn

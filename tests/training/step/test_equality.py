@@ -10,7 +10,7 @@ import pytest
 import gradcast
 from gradcast.training.step.step_message import MESSAGE_NAME
 from training.attached import planning
-from training.ours import Ours
+from training.pair import Training
 from training.plain import beside_plain_loop
 
 STEPS = 30
@@ -51,15 +51,15 @@ CASES = [
 def train_both(rank, case, steps):
     """What is wrong, with what the ranks have followed; and the statistics."""
     plan = replace(case.plan, warmup_steps=6)
-    ours = Ours(case.task, case.optimizer, rank.index, mode=case.mode, wrap=case.wrap, plan=plan)
-    found, losses = beside_plain_loop(rank, ours, case.optimizer, steps)
+    ours = Training(rank.index, case.task, case.optimizer, mode=case.mode, wrap=case.wrap, plan=plan)
+    found, losses, followed = beside_plain_loop(ours, case.optimizer, steps)
     # A step's loss shows the parameters after the step before it.
     found += [f"the loss of step {step} differs" for step, (ours, theirs) in enumerate(losses) if ours != theirs][:1]
-    followed = [(*each[:2], [b.ranges for b in each.blocks], [p.name for p in each.layout]) for each in ours.followed]
-    found += [f"the ranks differ in {each}" for each in rank.gather("followed", followed) if each != followed]
+    plans = [(*each[:2], [b.ranges for b in each.blocks], [p.name for p in each.layout]) for each in followed]
+    found += [f"the ranks differ in {each}" for each in rank.gather("followed", plans) if each != plans]
     stats = ours.handle.stats()
     ours.handle.detach()
-    require_that_the_plan_was_followed(case, ours.followed)
+    require_that_the_plan_was_followed(case, followed)
     return found, stats
 
 

@@ -8,8 +8,8 @@ import pytest
 import gradcast
 from training.attached import error_of
 from training.needs import torch
+from training.pair import Side, differences, net
 from training.pool import on_ranks
-from training.sides import Side, differences, net
 
 
 class Fails(torch.optim.SGD):

@@ -10,20 +10,20 @@ import pytest
 
 import gradcast
 from gradcast.training import attachment
-from training import compare, sides
+from training import compare
 from training.attached import error_of, not_refused
 from training.inside import session_of
 from training.models import Branches
 from training.needs import torch
-from training.ours import Ours
+from training.pair import DDP, Pair, Training, differences, net
 from training.pool import on_ranks
-from training.twins import Twins
 
 nn = torch.nn
 
 
 def branches(rank, mode="overlap", optimizer="adam plain", make=Branches):
-    return Twins(rank, make, optimizer, mode=mode, find_unused=True, policy="fifo")
+    ddp_options = {"find_unused_parameters": True}
+    return Pair(rank, make, optimizer, mode=mode, ddp_options=ddp_options, policy="fifo")
 
 
 # What each rank uses, step by step: everything, on one rank only, on the other only, on none.
@@ -41,13 +41,13 @@ USES = [
 @on_ranks(2)
 def test_parameters_that_a_step_does_not_use(rank, mode, optimizer, set_to_none):
     """The optimizers decay weights: a parameter that no rank has used must not be updated, with zeros neither."""
-    twins = branches(rank, mode, optimizer)
+    pair = branches(rank, mode, optimizer)
     found = []
     for number in range(4 * len(USES)):
-        twins.step(USES[(number * 5 + number // 6) % len(USES)][rank.index], set_to_none=set_to_none)
+        pair.step(USES[(number * 5 + number // 6) % len(USES)][rank.index], set_to_none=set_to_none)
         if number % 7 == 6:
-            found += twins.differences()
-    return found + twins.differences()
+            found += pair.differences()
+    return found + pair.differences()
 
 
 class HalfFrozen(Branches):
@@ -58,10 +58,10 @@ class HalfFrozen(Branches):
 
 @on_ranks(2)
 def test_a_module_that_gets_another_head_is_refused(rank):
-    twins = branches(rank)
-    twins.train(5)
-    twins.modules[1].head = nn.Linear(12, 10)
-    return not_refused(twins.step, "not in the module")
+    pair = branches(rank)
+    pair.train(5)
+    pair.modules[1].head = nn.Linear(12, 10)
+    return not_refused(pair.step, "not in the module")
 
 
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
@@ -74,43 +74,43 @@ def test_parameters_that_are_replaced_by_load_state_dict(ranks, mode):
 
 
 def assigned_state(rank, mode):
-    twins = branches(rank, mode)
-    twins.train(1)
-    module = twins.modules[1]
+    pair = branches(rank, mode)
+    pair.train(1)
+    module = pair.modules[1]
     module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
-    refused = not_refused(lambda: twins.task.loss(module, twins.batch()).backward(), "not in the module")
+    refused = not_refused(lambda: pair.ours.loss().backward(), "not in the module")
     return refused, [float(p.grad.sum()) for p in module.parameters() if p.grad is not None]
 
 
 @on_ranks(2)
 def test_a_part_without_parameters_may_be_replaced(rank):
     """A metric on one rank, and a loss with this step's weights on all: nothing that gradcast sends has changed."""
-    twins = branches(rank)
+    pair = branches(rank)
     for number in range(8):
-        for module in twins.modules:
+        for module in pair.modules:
             module.criterion = nn.CrossEntropyLoss(weight=torch.ones(10))
             if rank.index == 0 and number == 5:
                 module.metric = nn.Identity()
-        twins.step()
-    assert not twins.handle.measuring
-    return twins.differences()
+        pair.step()
+    assert not pair.handle.measuring
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_where_a_module_cannot_begin_again_it_is_said_and_given_back(rank):
     """On rank 0 the memory of the next session is not to be had; afterwards the module is an ordinary one."""
-    twins = branches(rank)
-    twins.train(6)
-    _, (module, optimizer, _) = twins.each()
+    pair = branches(rank)
+    pair.train(6)
+    module, optimizer = pair.ours.module, pair.ours.optimizer
     module.more = nn.Linear(12, 12)
     optimizer.add_param_group({"params": list(module.more.parameters())})
-    inputs, _ = twins.batch()
+    inputs, _ = pair.ours.batch()
     with mock.patch.object(attachment, "Session", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         module(inputs)
     words = "could not begin again with the module's new parameters (KeyboardInterrupt"
     found = not_refused(lambda: module(inputs), words)
-    twins.handle.detach()
-    twins.handle.detach()
+    pair.handle.detach()
+    pair.handle.detach()
     module(inputs).sum().backward()
     assert error_of(lambda: gradcast.attach(module, optimizer).detach()) == (None, "no error")
     return found
@@ -119,33 +119,33 @@ def test_where_a_module_cannot_begin_again_it_is_said_and_given_back(rank):
 @on_ranks(2)
 def test_parts_that_are_frozen_by_turns_are_measured_once(rank, mode):
     """One branch is frozen already at attach. Only where the other one is thawed, gradcast begins again."""
-    twins = branches(rank, mode, make=HalfFrozen)
+    pair = branches(rank, mode, make=HalfFrozen)
     sessions = []
     for number in range(20):
         turn = number // 5
         if number % 5 == 0:
-            for module in twins.modules:
+            for module in pair.modules:
                 module.left.requires_grad_(turn % 2 == 0)
                 module.right.requires_grad_(turn % 2 == 1)
-            twins.wrap()  # DDP cannot go on with other parameters
-        twins.step()
+            pair.theirs.wrap()  # DDP cannot go on with other parameters
+        pair.step()
         if number % 5 == 4:
-            sessions.append(id(session_of(twins.handle)))
+            sessions.append(id(session_of(pair.handle)))
     assert sessions[0] != sessions[1] == sessions[2] == sessions[3]
-    return twins.differences()
+    return pair.differences()
 
 
 def thaws_inside_ddp(side):
-    module = sides.net()
+    module = net()
     module[2].requires_grad_(False)
     optimizer = torch.optim.Adam(module.parameters())
-    called = sides.DDP(module)
+    called = DDP(module)
     side.attach(called, optimizer)
     for number in range(12):
         if number == 6:
             module[2].requires_grad_(True)
             if side.name == "ddp":
-                called = sides.DDP(module)
+                called = DDP(module)
         optimizer.zero_grad()
         called(side.batch(number)).square().sum().backward()
         optimizer.step()
@@ -155,7 +155,7 @@ def thaws_inside_ddp(side):
 @on_ranks(2)
 def test_what_thaws_inside_ddp_is_averaged(rank, mode):
     """As by a DDP module that is made then. One that was made before leaves it to each rank."""
-    return sides.differences(rank, thaws_inside_ddp, mode)
+    return differences(rank, thaws_inside_ddp, mode)
 
 
 class Other(nn.Module):
@@ -172,8 +172,8 @@ class Other(nn.Module):
 @on_ranks(2)
 def test_a_module_that_is_trained_by_another_method_than_forward(rank):
     """In a third of the steps one branch is not used, and its gradient of the step before comes late."""
-    twins = branches(rank, make=Other)
-    exchange = session_of(twins.handle).exchange
+    pair = branches(rank, make=Other)
+    exchange = session_of(pair.handle).exchange
     arrived, late = exchange.newly_arrived, []
     names = exchange.buffers.names
 
@@ -182,20 +182,20 @@ def test_a_module_that_is_trained_by_another_method_than_forward(rank):
         late.extend(index for index in found if ".right." in names[index])
         return [index for index in found if index not in late]
 
-    for number, module, optimizer, _ in twins.rounds(8):
+    for number, side in pair.rounds(8):
         use = ("left",) if number % 3 == 1 else ("left", "right")
-        optimizer.zero_grad()
+        side.optimizer.zero_grad()
         exchange.newly_arrived = without_the_late_ones if len(use) == 1 else arrived
-        loss = module.training_loss(*twins.batch(), use)
+        loss = side.module.training_loss(*side.batch(), use)
         exchange.newly_arrived = lambda: [*arrived(), *(late.pop() for _ in list(late))]
         loss.backward()
-        if module is twins.modules[0]:  # DDP has no such method: its sum by hand
-            for parameter in module.parameters():
+        if side is pair.theirs:  # DDP has no such method: its sum by hand
+            for parameter in side.module.parameters():
                 if parameter.grad is not None:
                     torch.distributed.all_reduce(parameter.grad)
                     parameter.grad /= 2
-        optimizer.step()
-    return twins.differences()
+        side.optimizer.step()
+    return pair.differences()
 
 
 class FirstOnly(torch.autograd.Function):
@@ -221,9 +221,9 @@ class WithoutGradient(nn.Module):
 
 @on_ranks(2)
 def test_a_function_that_returns_no_gradient_leaves_its_parameter_unused(rank, mode):
-    twins = branches(rank, mode, "sgd foreach", make=WithoutGradient)
-    twins.train(8)
-    return twins.differences()
+    pair = branches(rank, mode, "sgd foreach", make=WithoutGradient)
+    pair.train(8)
+    return pair.differences()
 
 
 class Codebook(nn.Module):
@@ -243,6 +243,6 @@ class Codebook(nn.Module):
 @on_ranks(2)
 def test_buffers_that_a_module_replaces(rank):
     """Before each forward pass they are rank 0's: it counts by one, so after six passes it has 6, and rank 1 5 + 2."""
-    ours = Ours(lambda: Codebook(rank.index), "sgd plain", rank.index)
-    ours.train(range(6))
-    return compare.trees(ours.bare.codes.tolist(), [6.0 + rank.index] * 3, "codes")
+    ours = Training(rank.index, lambda: Codebook(rank.index), "sgd plain")
+    ours.train(6)
+    return compare.trees(ours.module.codes.tolist(), [6.0 + rank.index] * 3, "codes")

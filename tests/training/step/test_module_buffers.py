@@ -7,8 +7,8 @@ import pytest
 
 import gradcast
 from training.needs import torch
+from training.pair import differences
 from training.pool import on_ranks
-from training.sides import differences
 
 nn = torch.nn
 checkpoint = torch.utils.checkpoint

@@ -6,9 +6,8 @@ from gradcast.training.step.partial_step import PartialStep, _carry_over
 from training.models import TASKS
 from training.needs import torch
 from training.optimizers import KINDS, BoundToItself, Recipe
+from training.pair import Pair, differences
 from training.pool import on_ranks
-from training.sides import differences
-from training.twins import Twins
 
 nn = torch.nn
 TASK = TASKS["plain"]
@@ -17,12 +16,12 @@ TASK = TASKS["plain"]
 @pytest.mark.parametrize("name", KINDS)
 @on_ranks(2)
 def test_parts_equal_the_whole(rank, name):
-    twins = Twins(rank, "plain", lambda module: Recipe(KINDS[name](module.parameters())), policy="fifo")
-    twins.train(5)
+    pair = Pair(rank, "plain", lambda module: Recipe(KINDS[name](module.parameters())), policy="fifo")
+    pair.train(5)
     for _ in range(3):
-        twins.pending_step()
-    twins.train(3)
-    return twins.differences()
+        pair.pending_step()
+    pair.train(3)
+    return pair.differences()
 
 
 def test_what_was_changed_between_step_and_its_last_part_stays():

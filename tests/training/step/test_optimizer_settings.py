@@ -8,9 +8,8 @@ from training import compare
 from training.attached import heard, not_refused
 from training.needs import torch
 from training.optimizers import Recipe
+from training.pair import Pair, differences
 from training.pool import on_ranks
-from training.sides import differences
-from training.twins import Twins
 
 nn = torch.nn
 
@@ -46,13 +45,14 @@ def change_deep(optimizer, number):
 
 @on_ranks(2)
 def test_settings_changed_in_place_after_step_are_for_the_next_one(rank):
-    twins = Twins(rank, "plain", lambda module: Recipe(Settings(module.parameters())), policy="fifo")
+    pair = Pair(rank, "plain", lambda module: Recipe(Settings(module.parameters())), policy="fifo")
     for number in range(9):
-        twins.pending_step()
-        for _, optimizer, _ in twins.each():
-            change_deep(optimizer, number)
-    found = twins.differences()
-    settings = [[each.param_groups[0]["named"], each.warmup, each.named] for _, each, _ in twins.each()]
+        pair.pending_step()
+        for side in pair.sides:
+            change_deep(side.optimizer, number)
+    found = pair.differences()
+    optimizers = [side.optimizer for side in pair.sides]
+    settings = [[each.param_groups[0]["named"], each.warmup, each.named] for each in optimizers]
     return found + compare.trees(settings[1], settings[0], "what the program sees")
 
 
@@ -77,11 +77,11 @@ class FillsBuffer(torch.optim.SGD):
 
 @on_ranks(2)
 def test_a_list_that_the_step_fills_stays_the_programs_own(rank):
-    twins = Twins(rank, "plain", lambda module: Recipe(FillsBuffer(module.parameters())), policy="fifo")
-    buffers = [each.param_groups[0]["buffer"] for _, each, _ in twins.each()]
+    pair = Pair(rank, "plain", lambda module: Recipe(FillsBuffer(module.parameters())), policy="fifo")
+    buffers = [side.optimizer.param_groups[0]["buffer"] for side in pair.sides]
     for _ in range(9):
-        twins.pending_step()
-    return twins.differences() + compare.trees(buffers[1], buffers[0], "buffer")
+        pair.pending_step()
+    return pair.differences() + compare.trees(buffers[1], buffers[0], "buffer")
 
 
 class Scheduled(torch.optim.SGD):
@@ -112,13 +112,13 @@ class Scheduled(torch.optim.SGD):
 @on_ranks(2)
 def test_an_optimizer_that_asks_an_object_updates_inside_step(rank, where):
     with heard() as lines:
-        twins = Twins(rank, "plain", lambda m: Recipe(Scheduled(m.parameters(), where)), policy="fifo")
+        pair = Pair(rank, "plain", lambda m: Recipe(Scheduled(m.parameters(), where)), policy="fifo")
         for number in range(9):
-            twins.step()
-            for _, optimizer, _ in twins.each():
-                optimizer.schedule.value = 1 + 0.1 * number
+            pair.step()
+            for side in pair.sides:
+                side.optimizer.schedule.value = 1 + 0.1 * number
     said = [line for line in lines if "step() of Scheduled reads its" in line]
-    return twins.differences() + compare.trees(len(said), 1 if rank.index == 0 else 0, "said")
+    return pair.differences() + compare.trees(len(said), 1 if rank.index == 0 else 0, "said")
 
 
 class Votes(torch.optim.SGD):
@@ -144,7 +144,7 @@ class Votes(torch.optim.SGD):
 def test_a_collective_in_step_is_refused_before_it_starts(rank):
     Votes.ended = 0
     words = "Votes", "all", "hook mode"
-    found = not_refused(lambda: Twins(rank, "plain", lambda m: Recipe(Votes(m.parameters()))), *words)
+    found = not_refused(lambda: Pair(rank, "plain", lambda m: Recipe(Votes(m.parameters()))), *words)
     return found + compare.trees(Votes.ended, 0, "collectives")
 
 
@@ -153,10 +153,10 @@ def test_a_collective_in_a_later_step_is_an_error(rank):
     """With one block, so that parts are the same on both ranks, and nothing hangs."""
 
     def trained():
-        twins = Twins(rank, "plain", lambda m: Recipe(Votes(m.parameters(), after=20)), policy="ddp")
+        pair = Pair(rank, "plain", lambda m: Recipe(Votes(m.parameters(), after=20)), policy="ddp")
         for _ in range(30):
-            twins.ours.step(twins.steps)
-        twins.handle.flush()
+            pair.ours.step()
+        pair.handle.flush()
 
     return not_refused(trained, "collective", "Votes")
 
@@ -185,14 +185,13 @@ class LaterOn(torch.optim.SGD):
 def test_an_optimizer_that_cannot_be_divided_any_more_is_an_error(rank, kind):
     def trained():
         torch.manual_seed(0)
-        twins = Twins(rank, "plain", lambda m: Recipe(LaterOn(m.parameters(), kind)), policy="fifo")
+        pair = Pair(rank, "plain", lambda m: Recipe(LaterOn(m.parameters(), kind)), policy="fifo")
         for number in range(60):
-            values, targets = twins.task.batch(rank.index, number)
-            loss = nn.functional.cross_entropy(twins.ours.module(values), targets)
-            twins.ours.optimizer.zero_grad()
-            (loss * (1e12 if kind == "outlier" and number == 40 else 1)).backward()
-            twins.ours.optimizer.step()
-        twins.handle.flush()
+            pair.ours.optimizer.zero_grad()
+            (pair.ours.loss() * (1e12 if kind == "outlier" and number == 40 else 1)).backward()
+            pair.ours.optimizer.step()
+            pair.ours.after_step()
+        pair.handle.flush()
 
     return not_refused(trained, "LaterOn", "in parts", "hook mode")
 
@@ -222,9 +221,9 @@ class ByParameter(torch.optim.SGD):
 @on_ranks(2)
 def test_what_an_optimizer_keeps_by_parameter_stays_where_parts_are_compared(rank, kind):
     with heard() as lines:
-        twins = Twins(rank, "plain", lambda m: Recipe(ByParameter(m.parameters(), kind)), policy="fifo")
-        twins.train(30)  # the 20th step is compared
-    return twins.differences() + [line for line in lines if "not compared" in line]
+        pair = Pair(rank, "plain", lambda m: Recipe(ByParameter(m.parameters(), kind)), policy="fifo")
+        pair.train(30)  # the 20th step is compared
+    return pair.differences() + [line for line in lines if "not compared" in line]
 
 
 class Lookahead:

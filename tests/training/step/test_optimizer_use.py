@@ -12,9 +12,8 @@ from training import compare
 from training.attached import planning
 from training.needs import torch
 from training.optimizers import CountsItself, Recipe
+from training.pair import DDP, Pair, differences, net
 from training.pool import on_ranks
-from training.sides import DDP, differences, net
-from training.twins import Twins
 
 
 def tensor_rate(module):
@@ -25,46 +24,46 @@ def tensor_rate(module):
 @on_ranks(2)
 def test_hyper_parameters_changed_after_step_are_for_the_next_step(rank, optimizer):
     """Also a learning rate that is a tensor, which is changed in place."""
-    twins = Twins(rank, "plain", optimizer)
+    pair = Pair(rank, "plain", optimizer)
     for number in range(8):
-        twins.pending_step()
-        for _, each, _ in twins.each():
-            for group in each.param_groups:
+        pair.pending_step()
+        for side in pair.sides:
+            for group in side.optimizer.param_groups:
                 group["lr"] *= 0.5 if number % 2 else 1.5
                 group["weight_decay"] = 0.1 * number
-    return twins.differences()
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_attributes_changed_after_step_are_for_the_next_step(rank):
     """And what the optimizer counts itself advances once per step."""
-    twins = Twins(rank, "plain", lambda module: Recipe(CountsItself(module.parameters())))
+    pair = Pair(rank, "plain", lambda module: Recipe(CountsItself(module.parameters())))
     for number in range(8):
-        twins.pending_step()
-        for _, each, _ in twins.each():
-            each.decay = 0.1 * number
-    found = twins.differences()
-    ours, theirs = (each.calls for _, each, _ in twins.each())
+        pair.pending_step()
+        for side in pair.sides:
+            side.optimizer.decay = 0.1 * number
+    found = pair.differences()
+    ours, theirs = (side.optimizer.calls for side in pair.sides)
     return found + ([] if ours == theirs == 8 else [f"calls: {ours} and {theirs}"])
 
 
 @on_ranks(2)
 def test_a_state_put_in_place_after_step_is_for_the_next_step(rank):
     """As programs do that restart an optimizer."""
-    twins = Twins(rank, "plain", "adam plain")
+    pair = Pair(rank, "plain", "adam plain")
     for number in range(8):
-        twins.pending_step()
-        for _, each, _ in twins.each() if number == 6 else ():
-            each.state = collections.defaultdict(dict)
-    return twins.differences()
+        pair.pending_step()
+        for side in pair.sides if number == 6 else ():
+            side.optimizer.state = collections.defaultdict(dict)
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_a_replaced_state_is_freed(rank):
-    twins = Twins(rank, "plain", "adam plain", policy="fifo")
-    twins.train(5)
-    twins.pending_step()
-    optimizer = twins.ours.optimizer
+    pair = Pair(rank, "plain", "adam plain", policy="fifo")
+    pair.train(5)
+    pair.pending_step()
+    optimizer = pair.ours.optimizer
     replaced = weakref.ref(optimizer.state)
     optimizer.load_state_dict(optimizer.state_dict())
     gc.collect()
@@ -108,25 +107,25 @@ def test_what_another_thread_updates_is_not_seen_before_it_is_complete(rank, loo
     """A thread that evaluates or saves the model reads a parameter first, and so runs its update."""
     Halfway.half_done.clear()
     Halfway.looked.clear()
-    twins = Twins(rank, "plain", lambda module: Recipe(Halfway(module.parameters())), policy="fifo")
-    twins.train(5)
-    twins.pending_step()
-    thread = threading.Thread(target=lambda: float(twins.modules[1][0].weight.sum()))
+    pair = Pair(rank, "plain", lambda module: Recipe(Halfway(module.parameters())), policy="fifo")
+    pair.train(5)
+    pair.pending_step()
+    thread = threading.Thread(target=lambda: float(pair.modules[1][0].weight.sum()))
     thread.start()
     assert Halfway.half_done.wait(10)
-    ours, theirs = (LOOKS[look](module, optimizer) for module, optimizer, _ in reversed(twins.each()))
+    ours, theirs = (LOOKS[look](side.module, side.optimizer) for side in reversed(pair.sides))
     Halfway.looked.set()
     thread.join()
-    return compare.trees(ours, theirs) + twins.differences()
+    return compare.trees(ours, theirs) + pair.differences()
 
 
 @on_ranks(2)
 def test_schedulers_do_not_warn(rank):
     """torch warns when scheduler.step() seems to come before optimizer.step(); with gradcast it must see the latter."""
-    twins = Twins(rank, "plain", "adamw plain")
+    pair = Pair(rank, "plain", "adamw plain")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        twins.train(4)
+        pair.train(4)
     return [str(warning.message) for warning in caught if "scheduler" in str(warning.message)]
 
 

@@ -8,8 +8,8 @@ import gradcast
 from gradcast.training.compat import wrappers
 from training.attached import heard, not_refused
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
-from training.twins import Twins
 
 nn = torch.nn
 
@@ -66,10 +66,10 @@ def test_clipping_inside_is_refused_where_a_scaler_drives_the_wrapper():
 def test_a_step_that_goes_past_gradcast_is_right_and_said_once(rank, from_step):
     """Somebody calls the step() that the optimizer had before attach. It is taken at once, and rank 0 says so."""
     with heard(logging.WARNING) as said:
-        twins = Twins(rank)
-        twins.train(from_step)
-        original = type(twins.ours.optimizer).step
-        twins.ours.optimizer.step = lambda: original(twins.ours.optimizer)
-        twins.train(6)
+        pair = Pair(rank)
+        pair.train(from_step)
+        original = type(pair.ours.optimizer).step
+        pair.ours.optimizer.step = lambda: original(pair.ours.optimizer)
+        pair.train(6)
     assert sum("bypasses gradcast" in line for line in said) == (rank.index == 0)
-    return twins.differences()
+    return pair.differences()

@@ -10,9 +10,8 @@ import pytest
 
 from training import compare
 from training.needs import torch
+from training.pair import Pair, differences, net
 from training.pool import on_ranks
-from training.sides import differences, net
-from training.twins import Twins
 
 nn, func = torch.nn, torch.func
 
@@ -157,45 +156,45 @@ HELD = pytest.mark.skipif(
 @on_ranks(2)
 def test_function_transforms_read_finished_parameters(rank, name):
     """Of the attached module itself, and of a part of it."""
-    twins, seen = Twins(rank, "plain", "adam plain", policy="fifo"), []
+    pair, seen = Pair(rank, "plain", "adam plain", policy="fifo"), []
     for number in range(8):
-        twins.pending_step()
+        pair.pending_step()
         x = torch.randn(3, 12, generator=torch.Generator().manual_seed(number))
-        for module in twins.modules:
+        for module in pair.modules:
             found = TRANSFORMS[name](module[0] if number % 2 else module, x)
             seen.append([each.detach().clone() for each in torch.utils._pytree.tree_leaves(found)])
             del found  # a graph that is kept holds the parameters' memory
-    return twins.differences() + compare.trees(seen[1::2], seen[::2], name)
+    return pair.differences() + compare.trees(seen[1::2], seen[::2], name)
 
 
 @on_ranks(2)
 def test_new_parameters_are_first_met_inside_a_transform(rank, mode):
-    twins = Twins(rank, "plain", "adam plain", mode=mode)
-    twins.train(5)
-    for module, optimizer, _ in twins.each():
+    pair = Pair(rank, "plain", "adam plain", mode=mode)
+    pair.train(5)
+    for side in pair.sides:
         torch.manual_seed(5)
-        module.append(nn.Linear(10, 10, bias=False))
-        optimizer.add_param_group({"params": list(module[-1].parameters())})
-        func.jacrev(module)(torch.ones(3, 12))
-    twins.wrap()
-    twins.train(5)
-    return twins.differences()
+        side.module.append(nn.Linear(10, 10, bias=False))
+        side.optimizer.add_param_group({"params": list(side.module[-1].parameters())})
+        func.jacrev(side.module)(torch.ones(3, 12))
+    pair.theirs.wrap()
+    pair.train(5)
+    return pair.differences()
 
 
 @on_ranks(2)
 def test_gradients_kept_apart_arrive_inside_a_transform(rank, mode):
-    twins, x = Twins(rank, "plain", "adam plain", mode=mode, policy="fifo"), torch.ones(3, 12)
-    for number, module, optimizer, forward in twins.rounds(8):
+    pair, x = Pair(rank, "plain", "adam plain", mode=mode, policy="fifo"), torch.ones(3, 12)
+    for number, side in pair.rounds(8):
         if number % 2 == 0:
-            optimizer.zero_grad(set_to_none=False)
-        for parameter in module.parameters():
+            side.optimizer.zero_grad(set_to_none=False)
+        for parameter in side.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.data = parameter.grad.data.clone()
-        twins.task.loss(forward, twins.batch()).backward()
-        func.hessian(lambda v, module=module: module(v).square().sum())(x)
+        side.loss().backward()
+        func.hessian(lambda v, module=side.module: module(v).square().sum())(x)
         if number % 2:
-            optimizer.step()
-    return twins.differences()
+            side.optimizer.step()
+    return pair.differences()
 
 
 class Raises(torch.optim.Adam):

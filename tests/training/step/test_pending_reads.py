@@ -1,6 +1,6 @@
 """A program that reads a parameter while its update is pending sees the finished value, without knowing of gradcast.
 
-Each test reads on both sides of a pair of equal trainings (twins.py): on the side of gradcast at a moment when the
+Each test reads on both sides of a pair of equal trainings (pair.py): on the side of gradcast at a moment when the
 update cannot have run yet, on the side of DDP at the same step. Afterwards both sides train on and must stay equal.
 """
 
@@ -16,8 +16,8 @@ from gradcast.training.compat import extension
 from gradcast.training.step import pending
 from training import compare
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
-from training.twins import Twins
 
 
 def saved_and_loaded(value):
@@ -90,15 +90,15 @@ READS = {
 @pytest.mark.parametrize("name", READS)
 @on_ranks(2)
 def test_a_read_sees_the_finished_value(rank, name):
-    twins = Twins(rank)
-    twins.train(4)
-    twins.pending_step()
-    values = [READS[name](module, optimizer) for module, optimizer, _ in twins.each()]
+    pair = Pair(rank)
+    pair.train(4)
+    pair.pending_step()
+    values = [READS[name](side.module, side.optimizer) for side in pair.sides]
     found = compare.trees(values[1], values[0])
     del values  # whoever holds a parameter's memory gets its update inside of step()
-    twins.train(2)
-    twins.pending_step()
-    return found + twins.differences()
+    pair.train(2)
+    pair.pending_step()
+    return found + pair.differences()
 
 
 @pytest.mark.parametrize("mode", ["train", "no_grad", pytest.param("eval", marks=pytest.mark.slow)])
@@ -106,19 +106,19 @@ def test_a_read_sees_the_finished_value(rank, name):
 @on_ranks(2)
 def test_a_forward_in_any_form_reads_finished_weights(rank, task, mode):
     """Attention and LSTM hand weights to functions; no hook of a module sees that."""
-    twins = Twins(rank, task)
-    twins.train(4)
-    twins.pending_step()
-    inputs = twins.batch()[0]
+    pair = Pair(rank, task)
+    pair.train(4)
+    pair.pending_step()
+    inputs = pair.ours.batch()[0]
     values = []
-    for module, _, forward in twins.each():
+    for side in pair.sides:
         # Each rank evaluates with buffers of its own, as it does when it calls the module inside DDP.
-        runs = module.eval() if mode == "eval" else forward
+        runs = side.module.eval() if mode == "eval" else side.forward
         with torch.enable_grad() if mode == "train" else torch.no_grad():
             values.append(runs(inputs).detach())
-        module.train()
+        side.module.train()
     found = compare.trees(values[1], values[0])
-    return found + twins.differences()
+    return found + pair.differences()
 
 
 class Padded(torch.nn.Module):
@@ -139,13 +139,13 @@ class Padded(torch.nn.Module):
 @on_ranks(2)
 def test_evaluation_chooses_the_kernels_that_it_chooses_without_gradcast(rank, wrap):
     """Those of torch's transformers ask whether a weight is of torch's own class; masked places get other values."""
-    twins = Twins(rank, Padded, wrap=wrap)
+    pair = Pair(rank, Padded, wrap=wrap)
     found = []
     for number in range(8):
-        twins.pending_step()
+        pair.pending_step()
         if number in (0, 1, 6, 7):
-            found += compare.trees(*(evaluated(module, torch.no_grad) for module in reversed(twins.modules)))
-    return found + twins.differences()
+            found += compare.trees(*(evaluated(module, torch.no_grad) for module in reversed(pair.modules)))
+    return found + pair.differences()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -153,33 +153,33 @@ def test_evaluation_chooses_the_kernels_that_it_chooses_without_gradcast(rank, w
 @on_ranks(2)
 def test_zeroing_right_after_the_step_does_not_zero_what_travels(rank, set_to_none, optimizer):
     """The order of many loops: backward, step, zero_grad; so the gradients are pending when they are zeroed."""
-    twins = Twins(rank, "plain", optimizer)
+    pair = Pair(rank, "plain", optimizer)
     for _ in range(6):
-        twins.pending_step()
-        for _, each, _ in twins.each():
-            each.zero_grad(set_to_none=set_to_none)
-    left = [n for m in twins.modules for n, p in m.named_parameters() if p.grad is not None and p.grad.any()]
-    return twins.differences() + left
+        pair.pending_step()
+        for side in pair.sides:
+            side.optimizer.zero_grad(set_to_none=set_to_none)
+    left = [n for m in pair.modules for n, p in m.named_parameters() if p.grad is not None and p.grad.any()]
+    return pair.differences() + left
 
 
 @on_ranks(2)
 def test_a_thread_that_flushes_in_the_middle_of_backward(rank):
     """A thread asks for the optimizer's state while backward runs, on one rank only."""
-    twins = Twins(rank, "plain", "adam plain")
-    middle = twins.ours.bare[4]
+    pair = Pair(rank, "plain", "adam plain")
+    middle = pair.ours.module[4]
 
     def ask(*_):
         if rank.index == 0:
-            thread = threading.Thread(target=lambda: (twins.ours.optimizer.state_dict(), twins.handle.flush()))
+            thread = threading.Thread(target=lambda: (pair.ours.optimizer.state_dict(), pair.handle.flush()))
             thread.start()
             thread.join()
 
     for number in range(10):
         hook = middle.register_full_backward_hook(ask) if number % 3 == 2 else None
-        twins.step()
+        pair.step()
         if hook is not None:
             hook.remove()
-    return twins.differences()
+    return pair.differences()
 
 
 @dataclasses.dataclass(slots=True)

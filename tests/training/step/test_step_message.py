@@ -11,7 +11,7 @@ pytest.importorskip("training.needs")
 from gradcast.training.options import Options, Planning
 from gradcast.training.plan import candidates
 from gradcast.training.step.step_message import MESSAGE_NAME, message_tensor
-from training.ours import Ours
+from training.pair import Training
 from training.pool import on_ranks
 
 
@@ -46,9 +46,9 @@ def test_no_plan_has_an_operation_more(policy, mode):
 @pytest.mark.parametrize("options", [{}, {"clip": gradcast.Clip(norm=1.0)}], ids=["", "clipping"])
 @on_ranks(2)
 def test_a_step_has_an_operation_for_each_parameter(rank, options):
-    ours = Ours("plain", "sgd plain", rank.index, policy="fifo", **options)
-    ours.train(range(5))
-    count = sum(1 for _ in ours.bare.parameters())
+    ours = Training(rank.index, "plain", "sgd plain", policy="fifo", **options)
+    ours.train(5)
+    count = sum(1 for _ in ours.module.parameters())
     assert len(ours.handle.plan.blocks) == count
     last = ours.handle.plan.blocks[-1]
     names = [place.name for place in ours.handle.layout if last.ranges[0][0] <= place.lo_bytes < last.ranges[-1][1]]

@@ -12,11 +12,10 @@ import pytest
 
 from training import compare, optimizers
 from training.attached import attach, not_refused, planning
-from training.models import TASKS
 from training.needs import torch
+from training.pair import Pair, Training
 from training.pool import on_ranks
 from training.test_disabled import disabling
-from training.twins import Twins
 
 nn = torch.nn
 AveragedModel = torch.optim.swa_utils.AveragedModel
@@ -47,106 +46,95 @@ class WithFrozen(nn.Sequential):
         self[0].requires_grad_(False)
 
 
-def averages(twins, kind):
+def averages(pair, kind):
     """An average of DDP's module, which the caller updates, one of gradcast's, and the latter's registration."""
-    theirs, ours = (AveragedModel(module, **AVERAGES[kind]) for module in twins.modules)
-    return theirs, ours, twins.handle.keep_average(ours)
+    theirs, ours = (AveragedModel(module, **AVERAGES[kind]) for module in pair.modules)
+    return theirs, ours, pair.handle.keep_average(ours)
 
 
-def train_averaged(twins, theirs, steps):
+def train_averaged(pair, theirs, steps):
     for _ in range(steps):
-        twins.step()
-        theirs.update_parameters(twins.modules[0])
+        pair.step()
+        theirs.update_parameters(pair.modules[0])
 
 
 @pytest.mark.parametrize("kind", AVERAGES)
 @on_ranks(2)
 def test_an_average_has_the_bits_of_the_plain_loop(rank, kind):
     """It is read in the warm-up, and while a step is pending, whose buffers forward will change."""
-    twins = Twins(rank, WithFrozen, **SMALL_BLOCKS)
-    theirs, ours, _ = averages(twins, kind)
+    pair = Pair(rank, WithFrozen, **SMALL_BLOCKS)
+    theirs, ours, _ = averages(pair, kind)
     found = []
     for _ in range(3):
-        train_averaged(twins, theirs, 2)
+        train_averaged(pair, theirs, 2)
         found += compare.modules(ours, theirs)
-    twins.pending_step()
-    theirs.update_parameters(twins.modules[0])
+    pair.pending_step()
+    theirs.update_parameters(pair.modules[0])
     found += compare.modules(copy.deepcopy(ours), theirs)
-    return found + twins.differences()
+    return found + pair.differences()
 
 
 @on_ranks(2)
 def test_parts_arrive_while_forward_runs(rank):
     """The calls of a step: several, together each parameter once, none of which waits for a later one."""
-    twins = Twins(rank, optimizer="adamw plain", **SMALL_BLOCKS)
+    pair = Pair(rank, optimizer="adamw plain", **SMALL_BLOCKS)
     calls = []
-    own = {name: torch.zeros_like(p) for name, p in twins.ours.bare.named_parameters()}
+    own = {name: torch.zeros_like(p) for name, p in pair.ours.module.named_parameters()}
 
     def sums(names, parameters):
         calls.append(names)
         assert not torch.is_grad_enabled()
         torch._foreach_add_([own[name] for name in names], parameters)
 
-    twins.handle.on_update(sums, owned=own)
+    pair.handle.on_update(sums, owned=own)
     expected = {name: torch.zeros_like(each) for name, each in own.items()}
 
     def add_expected():
-        for name, parameter in twins.modules[0].named_parameters():
+        for name, parameter in pair.modules[0].named_parameters():
             expected[name] += parameter.detach()
 
     found = []
     for _ in range(9):
         calls.clear()
-        twins.pending_step()
+        pair.pending_step()
         add_expected()
         first = len(calls)
         own["8.bias"].sum()  # the last one that forward needs
         own["0.weight"].sum()
-        twins.handle.flush()
+        pair.handle.flush()
         found += [] if sorted(itertools.chain(*calls)) == sorted(own) else [f"called for {calls}"]
     found += [] if first == 0 else [f"{first} calls although nothing had arrived"]
     # Forward, not a flush, makes the updates run.
     in_parts = 0
     for _ in range(8):
         calls.clear()
-        twins.step()
+        pair.step()
         add_expected()
         in_parts += len(calls) > 1
     found += [] if in_parts or rank.index else ["all parameters came at once in every step"]
     found += compare.trees(own, expected)
-    return found + twins.differences()
-
-
-@contextlib.contextmanager
-def training(rank, kind):
-    """(module, optimizer, handle, module that runs forward) in each mode."""
-    with disabling if kind.startswith("disabled") else contextlib.nullcontext():
-        module = TASKS["convnet"].module(seed=0)
-        recipe = optimizers.make("adam foreach", module)
-        forward = nn.parallel.DistributedDataParallel(module) if kind == "hook of ddp" else module
-        handle = attach(forward, recipe.optimizer, "hook" if "hook" in kind else "overlap")
-        yield module, recipe.optimizer, handle, forward
-        handle.detach()
+    return found + pair.differences()
 
 
 def trained_averaged(rank, kind, steps=7):
-    with training(rank, kind) as (module, optimizer, handle, forward):
+    mode, wrap = "hook" if "hook" in kind else "overlap", kind == "hook of ddp"
+    with disabling if kind.startswith("disabled") else contextlib.nullcontext():
+        training = Training(rank.index, "convnet", "adam foreach", mode, wrap=wrap)
+        module, handle = training.module, training.handle
         kept, plain = (AveragedModel(module, **AVERAGES["with_buffers"]) for _ in range(2))
         handle.keep_average(kept)
         counts = {name: 0 for name, _ in module.named_parameters()}
         counting = handle.on_update(lambda names, _: [counts.update({n: counts[n] + 1}) for n in names])
-        for number in range(steps):
-            optimizer.zero_grad()
-            TASKS["convnet"].loss(forward, TASKS["convnet"].batch(rank.index, number)).backward()
-            optimizer.step()
+        for _ in range(steps):
+            training.step()
             plain.update_parameters(module)
         found = compare.modules(kept, plain)
         found += [] if set(counts.values()) == {steps} else [f"calls: {counts}"]
         counting.remove()
         counting.remove()
-    optimizer.zero_grad()
-    TASKS["convnet"].loss(module, TASKS["convnet"].batch(rank.index, 0)).backward()
-    optimizer.step()
+        handle.detach()
+    training.forward = module
+    training.step()
     found += [] if set(counts.values()) == {steps} else [f"calls after remove(): {counts}"]
     return found + compare.modules(kept, plain)  # it does not change after detach()
 
@@ -212,29 +200,29 @@ def test_two_optimizers(rank):
 
 @on_ranks(2)
 def test_a_function_that_reads_other_parameters_waits(rank):
-    twins = Twins(rank, **SMALL_BLOCKS)
-    module = twins.ours.bare
+    pair = Pair(rank, **SMALL_BLOCKS)
+    module = pair.ours.module
     norms, average = [], AveragedModel(module)
 
     def norm(names, parameters):
         norms.append(float(sum(p.norm() for p in module.parameters())))
 
-    twins.handle.on_update(norm)
-    twins.handle.keep_average(average)
+    pair.handle.on_update(norm)
+    pair.handle.keep_average(average)
     found = []
     for _ in range(7):
-        twins.pending_step()
+        pair.pending_step()
         last = next(iter(average.module.parameters())).clone()
         assert torch.isfinite(last).all()
-        expected = float(sum(p.norm() for p in twins.modules[0].parameters()))
+        expected = float(sum(p.norm() for p in pair.modules[0].parameters()))
         found += [] if norms[-1] == expected else [f"{norms[-1]} instead of {expected}"]
-    return found + twins.differences()
+    return found + pair.differences()
 
 
 @on_ranks(2)
 def test_an_exception_names_parameters_and_step(rank):
     """Training goes on, other functions are called, and the failed one is called again for later steps."""
-    twins = Twins(rank, **SMALL_BLOCKS)
+    pair = Pair(rank, **SMALL_BLOCKS)
     fails, calls, kept = [False], [], []
 
     def function(names, parameters):
@@ -242,33 +230,33 @@ def test_an_exception_names_parameters_and_step(rank):
         if fails[0]:
             raise KeyError("my own mistake")
 
-    twins.handle.on_update(function)
-    twins.handle.on_update(lambda names, _: kept.extend(names))
+    pair.handle.on_update(function)
+    pair.handle.on_update(lambda names, _: kept.extend(names))
     fails[0] = True
-    found = not_refused(functools.partial(failing_step, twins), "on_update()", "in step 1", "my own mistake")
+    found = not_refused(functools.partial(failing_step, pair), "on_update()", "in step 1", "my own mistake")
     fails[0] = False
-    twins.train(5)
-    twins.handle.flush()
+    pair.train(5)
+    pair.handle.flush()
     fails[0] = True
-    twins.pending_step()
-    read = functools.partial(torch.sum, twins.ours.bare[0].weight)
+    pair.pending_step()
+    read = functools.partial(torch.sum, pair.ours.module[0].weight)
     found += not_refused(read, "on_update()", "0.weight", "in step 7", "KeyError", "can go on")
     fails[0] = False
-    twins.train(2)
-    twins.handle.flush()
-    names = sorted(9 * [name for name, _ in twins.ours.bare.named_parameters()])
+    pair.train(2)
+    pair.handle.flush()
+    names = sorted(9 * [name for name, _ in pair.ours.module.named_parameters()])
     found += [] if sorted(calls) == sorted(kept) == names else [f"{len(calls)} and {len(kept)} calls of {len(names)}"]
-    return found + twins.differences()
+    return found + pair.differences()
 
 
-def failing_step(twins):
+def failing_step(pair):
     """The first step, in which gradcast waits: its side raises behind a complete step."""
     error = None
-    for _, _, optimizer, forward in twins.rounds(1):
-        optimizer.zero_grad()
-        twins.task.loss(forward, twins.batch()).backward()
+    for _, side in pair.rounds(1):
+        side.optimizer.zero_grad()
+        side.loss().backward()
         try:
-            optimizer.step()
+            side.optimizer.step()
         except Exception as raised:
             error = raised
     raise error
@@ -277,19 +265,19 @@ def failing_step(twins):
 @on_ranks(2)
 def test_functions_come_and_go_between_step_and_forward(rank):
     """Due updates run first: the new function begins with the next step, the removed one has ended this one."""
-    twins = Twins(rank, **SMALL_BLOCKS)
-    twins.train(5)
+    pair = Pair(rank, **SMALL_BLOCKS)
+    pair.train(5)
     first, second = [], []
-    registration = twins.handle.on_update(lambda names, _: first.extend(names))
-    twins.pending_step()
-    twins.handle.on_update(lambda names, _: second.extend(names))
+    registration = pair.handle.on_update(lambda names, _: first.extend(names))
+    pair.pending_step()
+    pair.handle.on_update(lambda names, _: second.extend(names))
     found = [] if (len(first), len(second)) == (10, 0) else [f"{len(first)} and {len(second)} calls"]
-    twins.pending_step()
+    pair.pending_step()
     registration.remove()
-    twins.step()
-    twins.handle.flush()
+    pair.step()
+    pair.handle.flush()
     found += [] if (len(first), len(second)) == (20, 20) else [f"{len(first)} and {len(second)} calls, then"]
-    return found + twins.differences()
+    return found + pair.differences()
 
 
 @on_ranks(2)
@@ -317,30 +305,30 @@ def test_a_function_removes_itself(rank):
 
 @on_ranks(2)
 def test_an_average_stays_when_the_parameters_change(rank, mode):
-    twins = Twins(rank, mode=mode)
-    for module in twins.modules:
+    pair = Pair(rank, mode=mode)
+    for module in pair.modules:
         module[0].requires_grad_(False)
-    twins.wrap()
-    theirs, ours, _ = averages(twins, "one_by_one")
-    train_averaged(twins, theirs, 5)
-    for module in twins.modules:
+    pair.theirs.wrap()
+    theirs, ours, _ = averages(pair, "one_by_one")
+    train_averaged(pair, theirs, 5)
+    for module in pair.modules:
         module[0].requires_grad_(True)
-    twins.wrap()
-    train_averaged(twins, theirs, 6)
-    return compare.modules(ours, theirs) + twins.differences()
+    pair.theirs.wrap()
+    train_averaged(pair, theirs, 6)
+    return compare.modules(ours, theirs) + pair.differences()
 
 
 @on_ranks(2)
 def test_the_count_comes_from_the_checkpoint(rank):
-    twins = Twins(rank)
-    theirs, ours, _ = averages(twins, "swa")
-    train_averaged(twins, theirs, 5)
+    pair = Pair(rank)
+    theirs, ours, _ = averages(pair, "swa")
+    train_averaged(pair, theirs, 5)
     saved = copy.deepcopy(ours.state_dict())
     saved["n_averaged"] += 40
     for each in (theirs, ours):
         each.load_state_dict(saved)
-    train_averaged(twins, theirs, 3)
-    return compare.modules(ours, theirs) + twins.differences()
+    train_averaged(pair, theirs, 3)
+    return compare.modules(ours, theirs) + pair.differences()
 
 
 @on_ranks(2)

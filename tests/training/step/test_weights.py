@@ -13,9 +13,9 @@ from training import compare
 from training.attached import Attached, attach, not_refused, planning
 from training.models import Branches, ConvNet
 from training.needs import torch
+from training.pair import Pair
 from training.pool import on_ranks
 from training.step.test_graph_changes import USES
-from training.twins import Twins
 
 pytest.importorskip("training.needs")
 from gradcast.training.compat import extension
@@ -122,14 +122,14 @@ def test_the_mean_is_that_of_one_process(rank, mode, dtype, options):
 @pytest.mark.parametrize("weight", [7, 0.1])
 @on_ranks(2)
 def test_where_all_weights_are_equal_the_bits_are_ddps(rank, mode, weight):
-    twins = Twins(rank, "transformer", "adam plain", mode=mode)
-    for _, module, optimizer, forward in twins.rounds(12):
-        optimizer.zero_grad()
-        loss = twins.task.loss(forward, twins.batch())
-        with twins.handle.weight(weight) if module is twins.modules[1] else contextlib.nullcontext():
+    pair = Pair(rank, "transformer", "adam plain", mode=mode)
+    for _, side in pair.rounds(12):
+        side.optimizer.zero_grad()
+        loss = side.loss()
+        with pair.handle.weight(weight) if side is pair.ours else contextlib.nullcontext():
             loss.backward()
-        optimizer.step()
-    return twins.end()
+        side.optimizer.step()
+    return pair.end()
 
 
 @on_ranks(3)

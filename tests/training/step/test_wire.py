@@ -11,12 +11,13 @@ from dataclasses import replace
 import pytest
 
 import gradcast
-from training import compare, optimizers
+from training import compare
 from training.attached import attach, heard, hosts_of, not_refused, planning
 from training.int8_mean import Int8Mean
 from training.models import TASKS, Branches
 from training.needs import torch
-from training.ours import Ours
+from training.pair import Pair, Training
+from training.plain import beside_plain_loop
 from training.pool import on_ranks
 from training.step.test_equality import CUT, Case
 
@@ -46,21 +47,15 @@ def average(parameters, wire, world_size, ranks_per_host):
             parameter.grad = term
 
 
-class Int8:
-    """The same for the wire format int8: ``int8_mean`` of what all ranks have."""
-
-    def __init__(self, parameters, world_size, ranks_per_host):
-        self.parameters = list(parameters)
-        self.mean = Int8Mean(self.parameters, world_size, ranks_per_host)
-
-    @torch.no_grad()
-    def average(self):
-        for index, parameter in enumerate(self.parameters):
-            gradient = torch.empty_like(parameter).copy_(parameter.grad)  # in the parameter's layout
-            gradients = [torch.empty_like(parameter) for _ in range(self.mean.world_size)]
-            flat = [each.as_strided((each.numel(),), (1,)) for each in (gradient, *gradients)]
-            torch.distributed.all_gather(flat[1:], flat[0])
-            parameter.grad = self.mean.of(index, gradients)
+@torch.no_grad()
+def average_int8(parameters, mean):
+    """The same for the wire format int8: the mean of what all ranks have."""
+    for index, parameter in enumerate(parameters):
+        gradient = torch.empty_like(parameter).copy_(parameter.grad)  # in the parameter's layout
+        gradients = [torch.empty_like(parameter) for _ in range(mean.world_size)]
+        flat = [each.as_strided((each.numel(),), (1,)) for each in (gradient, *gradients)]
+        torch.distributed.all_gather(flat[1:], flat[0])
+        parameter.grad = mean.of(index, gradients)
 
 
 CASES = [
@@ -83,27 +78,18 @@ def train_both(rank, wire, case):
     ranks_per_host = options.pop("ranks_per_host", 1)
     with hosts_of(ranks_per_host):
         options |= {"mode": case.mode, "wrap": case.wrap, "wire": wire, "plan": case.plan}
-        ours = Ours(case.task, case.optimizer, rank.index, **options)
-    task = TASKS[case.task]
-    reference = task.module(seed=0)
-    recipe = optimizers.make(case.optimizer, reference)
-    int8 = Int8(reference.parameters(), rank.size, ranks_per_host)
-    for number in range(STEPS):
-        ours.step(number)
-        for buffer in reference.buffers():
-            torch.distributed.broadcast(buffer, 0)
-        recipe.optimizer.zero_grad()
-        task.loss(reference, task.batch(rank.index, number)).backward()
+        ours = Training(rank.index, case.task, case.optimizer, **options)
+    mean = Int8Mean(list(ours.module.parameters()), rank.size, ranks_per_host)
+
+    def averaged(reference, _):
         if wire == "int8":
-            int8.average()
+            average_int8(reference.parameters(), mean)
         else:
             average(reference.parameters(), wire, rank.size, ranks_per_host)
         if "clip" in case.options:
             nn.utils.clip_grad_norm_(reference.parameters(), case.options["clip"].norm)
-        recipe.optimizer.step()
-        recipe.after_step()
-    ours.handle.flush()
-    return compare.modules(ours.bare, reference) + compare.optimizers(ours.optimizer, recipe.optimizer)
+
+    return beside_plain_loop(ours, case.optimizer, STEPS, averaged)[0]
 
 
 @pytest.mark.parametrize(("wire", "case"), CASES, ids=str)
@@ -113,18 +99,10 @@ def test_the_bits_of_the_reference_on_every_rank(ranks, wire, case):
 
 @on_ranks(2)
 def test_two_ranks_have_the_bits_of_ddps_bf16_hook(rank, mode):
-    ours = Ours("transformer", "adam plain", rank.index, mode=mode, wire="bf16")
-    theirs = nn.parallel.DistributedDataParallel(TASKS["transformer"].module(seed=0))
-    theirs.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    recipe = optimizers.make("adam plain", theirs.module)
-    for number in range(10):
-        ours.step(number)
-        recipe.optimizer.zero_grad()
-        ours.task.loss(theirs, ours.task.batch(rank.index, number)).backward()
-        recipe.optimizer.step()
-        recipe.after_step()
-    ours.handle.flush()
-    return compare.modules(ours.bare, theirs.module)
+    pair = Pair(rank, "transformer", mode=mode, wire="bf16")
+    pair.theirs.forward.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    pair.train(10)
+    return pair.differences()
 
 
 def other_branches(rank, mode, wire):
@@ -169,21 +147,22 @@ def test_what_the_format_cannot_hold_arrives_as_with_ddps_hook(rank, wire):
 @on_ranks(2)
 def test_a_scaler_skips_what_fp16_cannot_hold(rank, mode):
     """A loss scale that fp16 does not hold: the step is skipped on all ranks, the scale falls, training goes on."""
-    ours = Ours("plain", "sgd plain", rank.index, mode=mode, wire="fp16")
+    ours = Training(rank.index, "plain", "sgd plain", mode=mode, wire="fp16")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     is_changed = []
-    for number in range(12):
+    for _ in range(12):
         ours.handle.flush()
-        before, scale = compare.digest(ours.bare), scaler.get_scale()
+        before, scale = compare.digest(ours.module), scaler.get_scale()
         ours.optimizer.zero_grad()
-        scaler.scale(ours.task.loss(ours.module, ours.task.batch(rank.index, number))).backward()
+        scaler.scale(ours.loss()).backward()
         scaler.step(ours.optimizer)
         scaler.update()
+        ours.after_step()
         ours.handle.flush()
-        is_changed.append(compare.digest(ours.bare) != before)
+        is_changed.append(compare.digest(ours.module) != before)
         assert is_changed[-1] == (scaler.get_scale() == scale)
     assert (is_changed[0], is_changed[-1]) == (False, True)
-    result = compare.digest(ours.bare), is_changed
+    result = compare.digest(ours.module), is_changed
     return [each for each in rank.gather("result", result) if each != result]
 
 
@@ -205,9 +184,9 @@ def test_int8_brings_what_is_not_finite_and_nothing_else_of_its_group(rank):
 
 @on_ranks(2)
 def test_a_scaler_is_refused_with_int8(rank, mode):
-    ours = Ours("plain", "sgd plain", rank.index, mode=mode, wire="int8")
+    ours = Training(rank.index, "plain", "sgd plain", mode=mode, wire="int8")
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(ours.task.loss(ours.module, ours.task.batch(rank.index, 0))).backward()
+    scaler.scale(ours.loss()).backward()
     wrong = not_refused(lambda: scaler.step(ours.optimizer), "GradScaler", "options.wire='bf16'")
     ours.handle.detach()
     scaler.step(ours.optimizer)
@@ -216,22 +195,22 @@ def test_a_scaler_is_refused_with_int8(rank, mode):
 
 def train_with_int8(rank, state=None):
     """Trains, from a state of this program or none. Returns the state before the last steps, and what they lead to."""
-    ours = Ours("transformer", "sgd plain", rank.index, wire="int8", policy="fifo")
+    ours = Training(rank.index, "transformer", "sgd plain", wire="int8", policy="fifo")
     if state is not None:
-        ours.bare.load_state_dict(state["module"])
+        ours.module.load_state_dict(state["module"])
         ours.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         ours.handle.load_state_dict(state["gradcast"])
+        ours.count = 6
     else:
-        ours.train(range(6))
+        ours.train(6)
     before = {
-        "module": copy.deepcopy(ours.bare.state_dict()),
+        "module": copy.deepcopy(ours.module.state_dict()),
         "optimizer": copy.deepcopy(ours.optimizer.state_dict()),
         "gradcast": ours.handle.state_dict(),
     }
-    for number in range(6, 9):
-        ours.step(number)
+    ours.train(3)
     ours.handle.flush()
-    return before, compare.digest(ours.bare)
+    return before, compare.digest(ours.module)
 
 
 @on_ranks(2)
@@ -258,14 +237,14 @@ def ranges(handle):
 
 @on_ranks(2)
 def test_a_plan_made_without_is_followed_in_a_wire_format(rank, tmp_path):
-    first = Ours("plain", "sgd plain", rank.index, plan=planning("p3", slice_elements=50))
-    first.train(range(4))
+    first = Training(rank.index, "plain", "sgd plain", plan=planning("p3", slice_elements=50))
+    first.train(4)
     path = f"{tmp_path}/plan.json"
     if rank.index == 0:
         first.handle.save_plan(path)
     torch.distributed.barrier()
-    ours = Ours("plain", "sgd plain", rank.index, plan=replace(planning(), file=path), wire="bf16")
-    ours.train(range(4))
+    ours = Training(rank.index, "plain", "sgd plain", plan=replace(planning(), file=path), wire="bf16")
+    ours.train(4)
     stats = ours.handle.stats()
     assert (stats["wire"], stats["wire_bytes"]) == ("bf16", stats["bytes"] / 2)
     return compare.trees(ranges(ours.handle), ranges(first.handle), "blocks")
@@ -275,8 +254,8 @@ def test_a_plan_made_without_is_followed_in_a_wire_format(rank, tmp_path):
 def test_statistics_tell_what_travels(rank):
     stats = []
     for wire in ("fp32", "fp16"):
-        ours = Ours("mixed64", "sgd plain", rank.index, wire=wire)
-        ours.train(range(4))
+        ours = Training(rank.index, "mixed64", "sgd plain", wire=wire)
+        ours.train(4)
         stats.append(ours.handle.stats())
     singles = sum(place.end_bytes - place.lo_bytes for place in ours.handle.layout if place.dtype == torch.float32)
     plain, cast = stats
