@@ -14,9 +14,9 @@ from training.attached import heard, not_refused, planning
 from training.inside import session_of
 from training.models import TASKS
 from training.needs import torch
+from training.pair import DDP, Side, differences
 from training.plan.test_adapt import expectation
 from training.pool import on_ranks
-from training.sides import DDP, Side, differences
 
 pytest.importorskip("training.needs")
 from gradcast.training.compat import extension
@@ -155,14 +155,27 @@ def hooks_of_the_program(side):
     return training.result(), seen
 
 
-def frozen_for_a_while(side):
-    """DDP would raise in the second step; gradcast takes the reduction back."""
-    training = Loop(side, ddp={"find_unused_parameters": True})
-    first = next(training.module.parameters())
+def late_buffer(side):
+    """Registered after DDP was made of a module without any: DDP does not send it."""
+    training = Loop(side)
+    training.module.register_buffer("late", torch.full((3,), float(side.rank)))
     for number in range(STEPS):
         training.optimizer.zero_grad()
-        first.requires_grad_(number % 20 < 15)
         training.step(number)
+    goes_and_returns(training)
+    return training.result(), training.module.late.clone()
+
+
+def frozen_for_a_while(side):
+    """While DDP reduces, for long, and would raise in the next step; gradcast takes the reduction back."""
+    training = Loop(side, ddp={"find_unused_parameters": side.name == "ddp"})
+    first = next(training.module.parameters())
+    with mock.patch.object(handover, "_INTERVAL", 100):
+        for number in range(STEPS):
+            training.optimizer.zero_grad()
+            first.requires_grad_(number not in (25, 26))
+            training.step(number)
+    assert side.handle is None or training.by_ddp[24:27] == [True, False, False]
     return training.result()
 
 
@@ -194,6 +207,7 @@ def two_steps_of_backward(side):
         (one_rank_slow, ()),
         (more_forwards_on_a_rank, ()),
         (hooks_of_the_program, ()),
+        (late_buffer, ()),
         (frozen_for_a_while, ()),
         (two_steps_of_backward, ()),
     ],
@@ -329,6 +343,28 @@ def test_calls_that_need_gradcast_take_the_reduction_back(rank):
         found += ["DDP reduces a weighted step"] if training.by_ddp[-1] else []
         side.handle.detach()
     return found
+
+
+@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@on_ranks(2)
+def test_functions_that_come_meanwhile_are_called_with_each_step(rank, mode):
+    """On one rank alone."""
+    side = Side(mode, rank.index)
+    with soon(), mock.patch.object(handover, "_INTERVAL", 100):
+        training, updated, steps = Loop(side), [], []
+        number = 0
+        while not (training.by_ddp and training.by_ddp[-1]):
+            training.step(number)
+            number += 1
+        if rank.index == 0:
+            side.handle.on_update(lambda names, _: updated.extend(names))
+            side.handle.on_step(steps.append)
+        for _ in range(3):
+            training.step(number)
+        side.handle.detach()
+    names = [name for name, _ in training.module.named_parameters()]
+    expected = (3 * names, 3) if rank.index == 0 else ([], 0)
+    return [] if (updated, len(steps)) == expected else [(updated, steps)]
 
 
 @pytest.mark.parametrize("mode", ["hook", "overlap"])
