@@ -23,6 +23,7 @@ from gradcast import _core
 from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.plan.loop import Leaving
 from gradcast.training.sessions import handover
+from gradcast.training.state import TrainingState
 
 WIDTH = 8
 
@@ -127,13 +128,13 @@ def pin(handle, seed):
 def hand_over(handle, seed):
     """Leaves the reduction to DDP again and again, for a few steps, where nothing speaks against it."""
     chance = random.Random(seed)
-    controller = handle._training.session.controller
+    controller = TrainingState.of(handle, "a program").session.controller
     begin = controller.begin_iteration
 
     def begin_and_leave(*arguments):
         begin(*arguments)
         if controller.warmup is None and chance.random() < 0.5:
-            controller._leave_to_ddp(Leaving.FOR_GOOD)
+            controller.leave_to_ddp(Leaving.FOR_GOOD)
 
     controller.begin_iteration = begin_and_leave
     handover._INTERVAL = handover._INTERVAL_MAX = chance.choice([1, 1, 2, 3])

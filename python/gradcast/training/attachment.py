@@ -106,7 +106,7 @@ class Attachment:
     def weight(self, n: Any) -> Iterator[None]:
         given = self._given
         if not given.active:
-            self._take_back_for("handle.weight()")
+            self.session.reduction.take_back_for("handle.weight()")
             with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
                 self._setup.group.gather(True, beside_blocks=True)
             given.active = True
@@ -120,7 +120,7 @@ class Attachment:
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
         group, what = self._setup.group, "gradcast.BalancedBatchSampler()"
-        self._take_back_for(what)
+        self.session.reduction.take_back_for(what)
         waiting = self.session.exchange.watch.waiting(f"{what} on every rank")
         with waiting, group.together(what, beside_blocks=True):
             own = call()
@@ -132,10 +132,6 @@ class Attachment:
             self.session.share_out(self._balancing)
         if group.device.type != "cpu":
             group.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
-
-    def _take_back_for(self, what: str) -> None:
-        if self._handover is not None:
-            self._handover.take_back_for(what)
 
     def _weigh_samples(self) -> None:
         count = InputsHook(self._count_samples)

@@ -30,7 +30,7 @@ class Loop:
         self.phase = Following(self.monitor, on_baseline=on_baseline)
         self.plans = mock.Mock(balancing=balancing, _clipping=None, agreed=AgreedPlan(None, None), version=4)
         self.iterations = [Iteration("the phase before", True)] * LAG
-        self.plans._leave_to_ddp.return_value = False
+        self.plans.leave_to_ddp.return_value = False
         self.plans._obey = lambda *given: PlanLoop._obey(self.plans, *given)
         for _ in range(LAG):
             assert self.next() is self.phase

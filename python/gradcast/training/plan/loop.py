@@ -288,7 +288,7 @@ class PlanLoop:
             self._obey(phase, decision)
         if self.agreed.runs_as_baseline:
             phase.until_ddp -= 1
-            if phase.until_ddp == 0 and not self._leave_to_ddp(Leaving.FOR_GOOD):
+            if phase.until_ddp == 0 and not self.leave_to_ddp(Leaving.FOR_GOOD):
                 phase.until_ddp = _STEPS_AFTER_REASON
         phase.iterations += 1
         rounds, position = divmod(phase.iterations, _SHARE_STEPS)
@@ -301,7 +301,7 @@ class PlanLoop:
     def _obey(self, phase: Following, decision: _core.Decision) -> None:
         """Begins or ends a trial of the baseline, or follows it for good."""
         begins = decision.on_baseline and not phase.on_baseline and not decision.stepped_aside
-        if not (begins and self._leave_to_ddp(Leaving.FOR_TRIAL)) and decision.on_baseline != phase.on_baseline:
+        if not (begins and self.leave_to_ddp(Leaving.FOR_TRIAL)) and decision.on_baseline != phase.on_baseline:
             phase.on_baseline = decision.on_baseline
             self._activate(on_baseline=decision.on_baseline)
         if decision.stepped_aside:
@@ -314,7 +314,7 @@ class PlanLoop:
             self.alarms.plan_began(self.agreed)
             self.version += 1
 
-    def _leave_to_ddp(self, leaving: Leaving) -> bool:
+    def leave_to_ddp(self, leaving: Leaving) -> bool:
         """Lets DDP reduce by itself, if there is one, and no rank has a reason against it."""
         if self.reason_against_ddp is None:
             return False

@@ -79,6 +79,19 @@ class Checkpoint:
         """Follows the plan of a checkpoint if it fits. Collective."""
 
 
+class Reduction:
+    """The reduction of the gradients. ``by_ddp``: DDP does it for a while (handover.py)."""
+
+    by_ddp = False
+
+    def take_back_for(self, what: str) -> None:
+        """Takes the reduction back from DDP, for a call of the program on every rank. Raises Error(invalid_use) between
+        forward and backward. ``what``: the call."""
+
+    def note_reductions(self) -> None:
+        """Counts the steps that DDP has reduced."""
+
+
 class RoundCalls:
     """Calls for rounds of local steps."""
 

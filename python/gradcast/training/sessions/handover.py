@@ -13,6 +13,7 @@ completed, which are the same on all ranks, whatever else a rank's program does 
 """
 
 import itertools
+import operator
 import time
 
 import torch
@@ -22,6 +23,7 @@ from gradcast import _core
 from gradcast.errors import refused
 from gradcast.training.compat.ddp_takeover import Buckets, DdpTakeover
 from gradcast.training.plan.loop import Leaving
+from gradcast.training.sessions.facets import Reduction
 from gradcast.training.sessions.kinds import Setup
 from gradcast.training.sessions.session import Session
 from gradcast.training.step.backward_passes import NO_TASK, current
@@ -34,18 +36,18 @@ _INTERVAL_MAX = 3200
 # A trial has so many steps. In the first ones DDP has one bucket, and then forms its buckets anew.
 _TRIAL_STEPS = 6
 _TRIAL_SKIPPED = 2
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-class Handover:
-    """``by_ddp``: DDP reduces."""
+class Handover(Reduction):
+    """The reduction around a DDP module."""
 
     def __init__(self, setup: Setup, ddp: DistributedDataParallel, given: GivenWeights, session: Session) -> None:
         self._setup, self._ddp_finds_unused, self._given = setup, ddp.find_unused_parameters, given
         self._covered = set(map(id, setup.accepted.parameters.values()))
         self._taken_over = DdpTakeover(ddp, self._joining, self._joined)
-        self.by_ddp = False
         self._interval, self._version = _INTERVAL, -1
-        self._count = 0  # of DDP's reductions when the last forward pass began
+        self._count = self._count_at_forward = 0  # of DDP's reductions: now, and when the last forward pass began
         self._until = 0
         self._starts_ns: list[int] | None = None  # of the steps of a trial
         self.follow(session)
@@ -54,18 +56,18 @@ class Handover:
         """Another session begins."""
         self._session, self._parameters = session, session.parameters
         session.controller.reason_against_ddp = self._reason_to_stay
-        session.checkpoint.before_load = lambda: self.take_back_for("handle.load_state_dict()")
+        session.reduction = session.checkpoint.reduction = self
 
     def release(self) -> None:
         """Leaves the reduction to DDP for good. REQUIRES: the session has been released."""
         self._taken_over.give_back()
-        self._parameters = []
+        self._session.reduction = self._session.checkpoint.reduction = Reduction()  # a handle keeps the session
 
     def send_buffers(self) -> None:
         self._taken_over.send_buffers()
 
     def before_forward(self, *, changed: bool) -> bool:
-        """Changes who reduces, if that is due. Returns ``by_ddp``. ``changed``: the module has other parameters."""
+        """Changes who reduces, if it is time. Returns ``by_ddp``. ``changed``: the module has other parameters."""
         self._taken_over.before_forward()
         if not torch.is_grad_enabled() or current() != NO_TASK:
             return self.by_ddp
@@ -73,9 +75,12 @@ class Handover:
             if changed:
                 raise refused("the module's parameters have changed inside ddp.join(); change them outside of it")
         elif self.by_ddp:
-            self._note_reductions()
+            self.note_reductions()
+            if self._count > self._count_at_forward and self._starts_ns is not None:
+                self._starts_ns.append(time.perf_counter_ns())
+            self._count_at_forward = self._count
             # DDP knows neither other parameters nor frozen ones.
-            is_frozen = not all(each.requires_grad for each in self._parameters)
+            is_frozen = not all(map(_REQUIRES_GRAD, self._parameters))
             if changed or is_frozen or self._count >= self._until:
                 self._take_back()
         elif self._session.controller.leaves_to_ddp is not None:
@@ -83,24 +88,20 @@ class Handover:
         return self.by_ddp
 
     def take_back_for(self, what: str) -> None:
-        """Takes the reduction back for a call of the program, ``what``, on every rank. Raises Error(invalid_use)
-        between forward and backward of a step that DDP reduces."""
         if not self.by_ddp:
             return
-        before = self._count
-        self._note_reductions()
-        if self._count == before:
+        self.note_reductions()
+        if self._count == self._count_at_forward:
             raise refused(
                 f"{what} is called between forward and backward of a step, and DDP reduces this step, since no plan "
                 "gains anything here; call it before forward"
             )
         self._take_back()
 
-    def _note_reductions(self) -> None:
-        before, self._count = self._count, self._taken_over.completed_reductions()
-        self._session.progress.steps += self._count - before
-        if self._count > before and self._starts_ns is not None:
-            self._starts_ns.append(time.perf_counter_ns())
+    def note_reductions(self) -> None:
+        if self.by_ddp and not self._taken_over.in_join:
+            before, self._count = self._count, self._taken_over.completed_reductions()
+            self._session.progress.steps += self._count - before
 
     def _reason_to_stay(self) -> str | None:
         """Returns the reason of this rank why DDP must not reduce from the next forward pass on. Called where backward
@@ -140,7 +141,7 @@ class Handover:
     def _leave(self, buckets: Buckets | None = None) -> None:
         self._session.leave_to_ddp()
         self._taken_over.reduce_again(buckets)
-        self._count = 0
+        self._count = self._count_at_forward = 0
         self.by_ddp = True
 
     def _take_back(self) -> None:

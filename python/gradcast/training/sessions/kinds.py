@@ -20,7 +20,7 @@ from gradcast.training.acceptance import Accepted
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks.group import Group
-from gradcast.training.sessions.facets import Checkpoint, Report, RoundCalls
+from gradcast.training.sessions.facets import Checkpoint, Reduction, Report, RoundCalls
 from gradcast.training.sessions.open_blocks import Progress
 from gradcast.training.sessions.stats import base_stats
 from gradcast.training.step.clipping import ClipOnce
@@ -60,6 +60,7 @@ class TrainingSession:
         self.report = Report()
         self.checkpoint = Checkpoint(mode, group, self.report)
         self.rounds = RoundCalls()
+        self.reduction = Reduction()
 
     @property
     def session(self) -> "TrainingSession":
@@ -67,6 +68,7 @@ class TrainingSession:
         return self
 
     def stats(self) -> dict[str, Any]:
+        self.reduction.note_reductions()
         return base_stats(self.progress.steps, self.mode, self.group, self.report.profile) | self.report.stats()
 
     def flush(self, limit_s: float | None = None) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 from gradcast import _core
@@ -11,7 +10,7 @@ from gradcast.comparison.measured_exchange import MeasuredExchange
 from gradcast.training.measure.step_trace import median_ms
 from gradcast.training.plan import agreement
 from gradcast.training.plan.loop import PlanLoop
-from gradcast.training.sessions.facets import Checkpoint, Report
+from gradcast.training.sessions.facets import Checkpoint, Reduction, Report
 from gradcast.training.sessions.kinds import require_attached
 from gradcast.training.sessions.step_cycle import StepCycle
 from gradcast.training.step import residuals
@@ -107,13 +106,11 @@ class PlanReport(Report):
 
 
 class PlanCheckpoint(Checkpoint):
-    """``before_load``: called before a state is loaded."""
-
     def __init__(self, report: Report, cycle: StepCycle, module_buffers: ModuleBuffers | None) -> None:
         super().__init__(cycle.controller.proposer.mode, cycle.controller.group, report)
         self._cycle, self._controller, self._module_buffers = cycle, cycle.controller, module_buffers
         self._weights, self._exchange = cycle.gradients.weights, cycle.gradients.exchange
-        self.before_load: Callable[[], None] = lambda: None
+        self.reduction = Reduction()
 
     @property
     def saves_anew(self) -> bool:
@@ -133,7 +130,7 @@ class PlanCheckpoint(Checkpoint):
         return state | {"mean_weight": self.mean_weight} | residuals.saved(self._exchange.buffers, self._group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.before_load()
+        self.reduction.take_back_for("handle.load_state_dict()")
         self._cycle.flush()
         what = "handle.load_state_dict()"
         with self._exchange.watch.waiting(f"{what} on every rank"), self._group.together(what):

@@ -75,7 +75,7 @@ class ForwardTime:
 
 class StepCycle:
     """The listener of the gradients (GradientHooks), and the owner of pending tensors (pending.Owner). ``ddp_reduces``:
-    gradcast reduces nothing (handover.py)."""
+    DDP does, for a while (handover.py)."""
 
     def __init__(
         self,
