@@ -74,8 +74,8 @@ def attach_inside(
     with callers.together(_WHAT):
         accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
         places = preflight.check_same_call(callers, mode, options)
-    timeout_s, max_ctas = options.watch.timeout_s, options.nccl.max_ctas
-    group = make_group(callers.shared, accepted.device, timeout_s, reuses=True, max_ctas=max_ctas)
+    timeout_s, nccl = options.watch.timeout_s, options.nccl
+    group = make_group(callers.shared, accepted.device, timeout_s, reuses=True, nccl=nccl)
     attached = None
     try:
         with group.together(_WHAT):
@@ -195,7 +195,7 @@ def _tell_of_backend(backend: str | None, options: Options, module: nn.Module) -
     if backend == "nccl":
         return
     why = "a single worker sends nothing" if backend is None else f"blocks are sent over {backend}"
-    for name in ("max_ctas", "register_buffers"):
+    for name in ("max_ctas", "cta_policy", "register_buffers"):
         if getattr(options.nccl, name):
             _log.warning("options.nccl.%s is for blocks over NCCL, and %s, so it changes nothing", name, why)
 
