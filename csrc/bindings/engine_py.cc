@@ -107,8 +107,10 @@ void bind_engine(py::module_& module) {
       .def("wait_all", &wait_all, py::arg("timeout_ns") = -1, py::kw_only(), py::arg("queued") = false)
       .def(
           "queued_no_later_than",
-          [](BoundEngine& engine, const std::vector<int32_t>& tensors) { return engine.queued_no_later_than(tensors); },
-          py::arg("tensors"))
+          [](BoundEngine& engine, const std::vector<int32_t>& tensors, int64_t position) {
+            return engine.queued_no_later_than(tensors, position);
+          },
+          py::arg("tensors"), py::arg("position") = 0)
       .def("arrivals", &Engine::arrivals, py::arg("position") = 0)
       .def_property_readonly("busy", &Engine::busy)
       .def("waiting_for", &Engine::waiting_for)

@@ -34,8 +34,8 @@ bool Engine::wait_all(int64_t timeout_ns, Progress until) {
   return loop_->wait(std::nullopt, timeout_ns, until);
 }
 
-std::vector<int32_t> Engine::queued_no_later_than(std::span<const int32_t> tensors) const {
-  return loop_->queued_no_later_than(tensors);
+std::vector<int32_t> Engine::queued_no_later_than(std::span<const int32_t> tensors, int64_t position) const {
+  return loop_->queued_no_later_than(tensors, position);
 }
 
 std::vector<int32_t> Engine::arrivals(int64_t position) const {

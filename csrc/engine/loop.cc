@@ -199,7 +199,9 @@ void Engine::Loop::finish_on_loop(Follower& follower, int32_t block, int64_t fin
 void Engine::Loop::publish_progress_on_loop(int32_t block) {
   for (const int32_t tensor : follower_.plan().block_tensors[block]) {
     const Progress before = std::exchange(progress_[tensor], follower_.progress_of(tensor));
-    callers_due_ = callers_due_ || progress_[tensor] != before;
+    if (progress_[tensor] == before) continue;
+    callers_due_ = true;
+    if (progress_[tensor] == Progress::kQueued) queued_.push_back(tensor);
   }
 }
 

@@ -55,7 +55,8 @@ class Engine::Loop final : public CompletionSink {
   void on_ready(int32_t tensor) GC_EXCLUDES(mutex_);
   using Tensors = std::optional<std::span<const int32_t>>;  // without them: all
   bool wait(Tensors tensors, int64_t timeout_ns, Progress until) GC_EXCLUDES(mutex_);
-  std::vector<int32_t> queued_no_later_than(std::span<const int32_t> tensors) const GC_EXCLUDES(mutex_);
+  std::vector<int32_t> queued_no_later_than(std::span<const int32_t> tensors, int64_t position) const
+      GC_EXCLUDES(mutex_);
   std::vector<int32_t> arrivals(int64_t position) const GC_EXCLUDES(mutex_);
   bool busy() const GC_EXCLUDES(mutex_);
   std::string waiting_for() const GC_EXCLUDES(mutex_);
@@ -161,6 +162,7 @@ class Engine::Loop final : public CompletionSink {
   int32_t unfinished_count_ GC_GUARDED_BY(mutex_) = 0;                      // blocks of the last iteration
   int32_t earlier_unfinished_count_ GC_GUARDED_BY(mutex_) = 0;              // blocks of the one before
   std::vector<Progress> progress_ GC_GUARDED_BY(mutex_);                    // by tensor
+  std::vector<int32_t> queued_ GC_GUARDED_BY(mutex_);                       // in the order in which they were
   std::vector<int32_t> arrivals_ GC_GUARDED_BY(mutex_);
   Recorder recorder_ GC_GUARDED_BY(mutex_);
   EngineCounters counters_ GC_GUARDED_BY(mutex_);

@@ -30,6 +30,14 @@ const EngineOptions& checked(const EngineOptions& options) {
   return options;
 }
 
+std::vector<int32_t>::const_iterator from(const std::vector<int32_t>& tensors, int64_t position) {
+  if (position < 0) {
+    throw Error(ErrorCode::kInvalidUse,
+                "tensors were asked for from position " + std::to_string(position) + "; positions count from 0");
+  }
+  return tensors.begin() + std::min(position, static_cast<int64_t>(tensors.size()));
+}
+
 }  // namespace
 
 Engine::Loop::Loop(Transport& transport, const EngineOptions& options)
@@ -79,6 +87,7 @@ int64_t Engine::Loop::begin() {
   ++iteration_;
   earlier_unfinished_count_ = std::exchange(unfinished_count_, plan_->block_count());
   progress_.assign(plan_->tensor_names.size(), Progress::kTravelling);
+  queued_.clear();
   arrivals_.clear();
   recorder_.begin(iteration_, plan_version_, plan_->tensor_names.size(), plan_->plan.blocks.size());
   // Posted under the lock, so that no gradient of this iteration is posted before it.
@@ -147,7 +156,7 @@ Engine::Loop::Outcome Engine::Loop::wait_until(Tensors tensors, int64_t deadline
   }
 }
 
-std::vector<int32_t> Engine::Loop::queued_no_later_than(std::span<const int32_t> tensors) const {
+std::vector<int32_t> Engine::Loop::queued_no_later_than(std::span<const int32_t> tensors, int64_t position) const {
   MutexLock lock(mutex_);
   require_open();
   require_iteration();
@@ -156,24 +165,16 @@ std::vector<int32_t> Engine::Loop::queued_no_later_than(std::span<const int32_t>
     require_tensor(tensor);
     last_block = std::max(last_block, plan_->last_block[tensor]);
   }
-  std::vector<int32_t> coming;
-  for (int32_t tensor = 0; tensor < plan_->tensor_count(); ++tensor) {
-    if (plan_->last_block[tensor] <= last_block && progress_[tensor] == Progress::kQueued) {
-      coming.push_back(tensor);
-    }
-  }
-  return coming;
+  const auto first = from(queued_, position);
+  const auto is_later = [&](int32_t tensor) { return plan_->last_block[tensor] > last_block; };
+  return {first, std::find_if(first, queued_.end(), is_later)};
 }
 
 std::vector<int32_t> Engine::Loop::arrivals(int64_t position) const {
   MutexLock lock(mutex_);
   require_open();
   require_iteration();
-  if (position < 0) {
-    throw Error(ErrorCode::kInvalidUse,
-                "arrivals were asked for from position " + std::to_string(position) + "; positions count from 0");
-  }
-  return {arrivals_.begin() + std::min(position, static_cast<int64_t>(arrivals_.size())), arrivals_.end()};
+  return {from(arrivals_, position), arrivals_.end()};
 }
 
 bool Engine::Loop::busy() const {

@@ -91,10 +91,10 @@ class Engine {
   bool wait(std::span<const int32_t> tensors, int64_t timeout_ns, Progress until = Progress::kArrived);
   bool wait_all(int64_t timeout_ns, Progress until = Progress::kArrived);
 
-  // The kQueued tensors whose last block comes no later than the last block of the given tensors. A device stream that
-  // is ordered behind the given tensors is ordered behind these, too. Never waits. Throws Error{kInvalidUse} as wait()
-  // does.
-  std::vector<int32_t> queued_no_later_than(std::span<const int32_t> tensors) const;
+  // The tensors that have been kQueued in this iteration, in that order, from the given position on, up to the first
+  // whose last block comes later than the last block of the given tensors. A device stream that is ordered behind the
+  // given tensors is ordered behind these, too. Never waits. Throws Error{kInvalidUse} as wait() does.
+  std::vector<int32_t> queued_no_later_than(std::span<const int32_t> tensors, int64_t position) const;
 
   // The tensors that have arrived in this iteration, in order of arrival, from the given position on. Never waits.
   std::vector<int32_t> arrivals(int64_t position) const;

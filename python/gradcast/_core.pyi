@@ -355,8 +355,9 @@ class Engine:
         """
 
     def wait_all(self, timeout_ns: int = -1, *, queued: bool = False) -> bool: ...
-    def queued_no_later_than(self, tensors: Sequence[int]) -> list[int]:
-        """Returns the tensors that a device delivers no later than these; see ``wait`` with ``queued``."""
+    def queued_no_later_than(self, tensors: Sequence[int], position: int = 0) -> list[int]:
+        """Returns the tensors that a device delivers no later than these, in the order in which they were queued, from
+        this position on; see ``wait`` with ``queued``."""
 
     def arrivals(self, position: int = 0) -> list[int]:
         """Returns the tensors that have arrived in this iteration, in order of arrival, from this position on."""

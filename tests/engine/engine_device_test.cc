@@ -174,21 +174,19 @@ TEST(EngineOnDevice, SaysWhatComesAlongOnADevice) {
   BusyEngine fixture(4, 3);
   Engine& engine = fixture.engine;
   ASSERT_TRUE(fixture.transport.await_started(3));
-  EXPECT_TRUE(engine.queued_no_later_than(Tensors{2}).empty());
+  EXPECT_TRUE(engine.queued_no_later_than(Tensors{2}, 0).empty());
   for (const int64_t ticket : {0, 1, 2}) {
     fixture.transport.queued(ticket);
   }
   ASSERT_TRUE(engine.wait(Tensors{1, 2, 3}, kPatienceNs, Progress::kQueued));
-  EXPECT_EQ(engine.queued_no_later_than(Tensors{2}), Tensors({2, 3})) << "1 comes later than 2";
-  EXPECT_EQ(engine.queued_no_later_than(Tensors{3, 1}), Tensors({1, 2, 3}));
-  EXPECT_EQ(engine.queued_no_later_than(Tensors{0}), Tensors({1, 2, 3})) << "0 is not there yet";
-  expect_refused([&] { engine.queued_no_later_than(Tensors{4}); }, ErrorCode::kInvalidUse, "does not exist");
-  for (const int64_t ticket : {0, 1, 2}) {
-    fixture.transport.complete(ticket);
-  }
-  ASSERT_TRUE(fixture.transport.finish(3));
-  ASSERT_TRUE(engine.wait_all(kPatienceNs));
-  EXPECT_TRUE(engine.queued_no_later_than(Tensors{0}).empty()) << "all have arrived";
+  EXPECT_EQ(engine.queued_no_later_than(Tensors{2}, 0), Tensors({3, 2})) << "1 comes later than 2";
+  EXPECT_EQ(engine.queued_no_later_than(Tensors{3, 1}, 0), Tensors({3, 2, 1}));
+  EXPECT_EQ(engine.queued_no_later_than(Tensors{0}, 0), Tensors({3, 2, 1})) << "0 is not there yet";
+  EXPECT_EQ(engine.queued_no_later_than(Tensors{1}, 2), Tensors({1})) << "the caller knows of 3 and 2";
+  EXPECT_TRUE(engine.queued_no_later_than(Tensors{2}, 2).empty());
+  EXPECT_TRUE(engine.queued_no_later_than(Tensors{0}, 9).empty());
+  expect_refused([&] { engine.queued_no_later_than(Tensors{4}, 0); }, ErrorCode::kInvalidUse, "does not exist");
+  expect_refused([&] { engine.queued_no_later_than(Tensors{2}, -1); }, ErrorCode::kInvalidUse, "count from 0");
 }
 
 TEST(EngineOnDevice, WhoWaitsForADeviceHearsOfAFailure) {

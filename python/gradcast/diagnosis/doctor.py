@@ -33,7 +33,7 @@ from gradcast.diagnosis.probe.snapshot import Snapshot
 from gradcast.diagnosis.trace.merged import Clock, merge
 from gradcast.errors import Error
 from gradcast.host_traffic import Hosts
-from gradcast.training.ranks.group import Group, backend_of
+from gradcast.training.ranks.group import Group, backend_of, nccl_settings
 from gradcast.training.ranks.group_pool import lasting_group
 from gradcast.training.ranks.hosts import own_host
 
@@ -206,8 +206,10 @@ class Doctor:
 
     def _group_of(self, members: Sequence[int]) -> Any:
         everyone = self._ranks()
-        backend = dist.get_backend(self._ddp.process_group)
-        return lasting_group([everyone[member] for member in members], _TIMEOUT, backend, "doctor")
+        shared = self._ddp.process_group
+        settings = nccl_settings(shared, next(self._ddp.parameters()).device)
+        ranks = [everyone[member] for member in members]
+        return lasting_group(ranks, _TIMEOUT, dist.get_backend(shared), "doctor", settings)
 
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._ddp.process_group)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
-from gradcast.training import preflight
+from gradcast.training import launch_order, preflight
 from gradcast.training.acceptance import Accepted, accept, check_hooks
 from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
 from gradcast.training.attachment import Attachment
@@ -74,8 +74,8 @@ def attach_inside(
     with callers.together(_WHAT):
         accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
         places = preflight.check_same_call(callers, mode, options)
-    timeout_s, max_ctas = options.watch.timeout_s, options.nccl.max_ctas
-    group = make_group(callers.shared, accepted.device, timeout_s, reuses=True, max_ctas=max_ctas)
+    timeout_s, nccl = options.watch.timeout_s, options.nccl
+    group = make_group(callers.shared, accepted.device, timeout_s, reuses=True, nccl=nccl)
     attached = None
     try:
         with group.together(_WHAT):
@@ -144,7 +144,7 @@ def _checked(
         check_hooks(accepted.parameters, [*idle, *([] if accepted.ddp is None else [accepted.ddp])])
     callers.device = accepted.device
     require_backend(callers.shared, accepted.device)
-    preflight.check_connections(mode, callers.shared, accepted.device)
+    launch_order.check_launch_order(mode, callers.shared, accepted.device, accepted.whole)
     return accepted, optimizers, mode
 
 
@@ -167,7 +167,7 @@ def _attached(
         preflight.check_as_several(accepted, mode, options)
     if group.rank == 0 and mode != "ddp":
         backend = None if group.world_size == 1 else backend_of(group.shared, accepted.device.type)
-        _tell_of_backend(backend, options, accepted.whole if mode == "overlap" else nn.Module())
+        _tell_of_backend(backend, options, mode, accepted.whole)
         _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
     options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
     if accepted.device.type == "cuda" and group.world_size > 1 and options.wire != "fp32":
@@ -183,19 +183,14 @@ def _attached(
     return SingleWorkerSession(setup) if group.world_size == 1 else Attachment(setup)
 
 
-def _tell_of_backend(backend: str | None, options: Options, module: nn.Module) -> None:
+def _tell_of_backend(backend: str | None, options: Options, mode: str, module: nn.Module) -> None:
     """Warns of settings and modules that do not fit the backend. ``backend``: None for a single worker."""
-    norms = [name for name, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)]
-    if backend == "nccl" and norms:
-        _log.warning(
-            "%s is a SyncBatchNorm, whose collectives run in forward beside blocks, and NCCL wants both to fit on the "
-            "GPU together; if training hangs there, use hook mode, or bound the blocks with "
-            "Options(nccl=Nccl(max_ctas=4))", norms[0],
-        )  # fmt: skip
     if backend == "nccl":
+        for sentence in launch_order.warnings_of(mode, module):
+            _log.warning("%s", sentence)
         return
     why = "a single worker sends nothing" if backend is None else f"blocks are sent over {backend}"
-    for name in ("max_ctas", "register_buffers"):
+    for name in ("max_ctas", "cta_policy", "register_buffers"):
         if getattr(options.nccl, name):
             _log.warning("options.nccl.%s is for blocks over NCCL, and %s, so it changes nothing", name, why)
 

@@ -217,15 +217,19 @@ class LocalSteps(_Group, prefix="options.local"):
 
 @dataclass(frozen=True)
 class Nccl(_Group, prefix="options.nccl"):
-    """Settings for blocks over NCCL.
+    """Settings for blocks over NCCL. The rest is as in the program's process group: traffic class, network, limits of
+    thread blocks.
 
     * ``max_ctas``: NCCL's kernels for blocks use at most so many thread blocks, so that more of the GPU is left to
       compute that runs beside them, and blocks may take longer. Default: NCCL chooses.
+    * ``cta_policy``: "default", "efficiency" or "zero", as NCCL's NCCL_CTA_POLICY: whether its kernels may use fewer
+      thread blocks at some cost in speed, or, where NCCL can, none.
     * ``register_buffers``: gradients lie in memory that is registered with NCCL's communicator, so that it can send
       them from there, where its network and algorithm are able to.
     """
 
     max_ctas: int | None = field(default=None, metadata=_whole(1, 64))  # NCCL has at most 64 channels
+    cta_policy: str | None = field(default=None, metadata=_one_of("default", "efficiency", "zero"))
     register_buffers: bool = False
 
 

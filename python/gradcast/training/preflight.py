@@ -3,7 +3,6 @@ optimizers."""
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from gradcast.training.acceptance import Accepted
 from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.options import Options
 from gradcast.training.plan.proposals import rehearse
-from gradcast.training.ranks.group import Group, backend_of, shared_group
+from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.hosts import Place, own_place
 from gradcast.training.step.gradient_buffers import GradientSizes
 from gradcast.training.step.sent_tensors import sent_tensors
@@ -75,28 +74,6 @@ def check_as_several(accepted: Accepted, mode: str, options: Options) -> None:
         except Error as error:
             refusals.append(error)
     raise refusals[0]
-
-
-# This module alone reads the variable for training.
-CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def check_connections(mode: str, process_group: Any, device: torch.device) -> None:
-    """Raises if blocks and the program's own collectives could wait for each other in the device's only queue.
-
-    With one queue, a kernel waits for all that was queued before it. Blocks are queued when their gradients are ready,
-    so beside collectives of forward the order differs between ranks, and each rank may wait for what another one has
-    queued behind. In hook mode blocks are sent in backward only, like DDP's buckets.
-    """
-    shared = shared_group(process_group)
-    if mode not in ("overlap", "local") or shared is None or shared.size() == 1:
-        return
-    if backend_of(shared, device.type) == "nccl" and os.environ.get(CONNECTIONS_VARIABLE) == "1":
-        raise refused(
-            f"{CONNECTIONS_VARIABLE} is 1, so the GPU has one queue, in which blocks under forward and collectives of "
-            "the program's own may wait for each other for good; unset the variable, or use hook mode: "
-            "gradcast.attach(module) without the optimizer"
-        )
 
 
 # Options that may differ: those of the plan, which rank 0 makes, and those about one rank alone. If others did, ranks

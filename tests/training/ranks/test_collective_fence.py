@@ -1,6 +1,7 @@
 """What gradcast and the program send do not mix: the program's group is gradcast's in attach only, and blocks wait for
 ``handle.collective()``."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from training.pool import on_ranks
 from training.step.test_late_device import late_device
 
 pytest.importorskip("training.needs")
-from gradcast.training import preflight
+from gradcast.training import launch_order
 from gradcast.training.ranks.store_gather import StoreGather
 
 nn = torch.nn
@@ -143,22 +144,67 @@ def test_with_local_steps_a_collective_block_keeps_steps_out(rank):
     return found
 
 
+@contextlib.contextmanager
+def as_over_nccl(**variables):
+    """Without a device: as if the program's group had NCCL for the module's. What is logged."""
+    module_of_attach = sys.modules["gradcast.training.attach"]
+    with contextlib.ExitStack() as stack:
+        for module in (launch_order, module_of_attach):
+            stack.enter_context(mock.patch.object(module, "backend_of", return_value="nccl"))
+        stack.enter_context(mock.patch.dict(os.environ, variables))
+        yield stack.enter_context(heard())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        (launch_order.CONNECTIONS, "1", "CUDA_DEVICE_MAX_CONNECTIONS is 1, so the GPU has one queue"),
+        (launch_order.ORDER, "1", "NCCL_LAUNCH_ORDER_IMPLICIT is set, so NCCL begins operations in the order"),
+    ],
+)
 @on_ranks(2)
-def test_one_queue_on_a_device_is_refused_where_blocks_travel_under_forward(rank):
-    """Without a device: as if the program's group had NCCL for the module's."""
-    queue = {preflight.CONNECTIONS_VARIABLE: "1"}
-    with mock.patch.object(preflight, "backend_of", return_value="nccl"), mock.patch.dict(os.environ, queue):
-        module = nn.Linear(3, 3)
-        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-        words = "CUDA_DEVICE_MAX_CONNECTIONS is 1", "hook mode"
-        local = gradcast.Options(local=gradcast.LocalSteps(2))
-        found = not_refused(lambda: attach(module, sgd), *words)
-        found += not_refused(lambda: gradcast.attach(module, sgd, options=local), *words)
+def test_an_order_of_all_operations_is_refused_where_ranks_differ(rank, variable, value, words):
+    """Where blocks travel under forward, and in backward if that has collectives."""
+    module = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    local = gradcast.Options(local=gradcast.LocalSteps(2))
+    with as_over_nccl(**{variable: value}):
+        found = not_refused(lambda: attach(module, sgd), words, "hook mode")
+        found += not_refused(lambda: gradcast.attach(module, sgd, options=local), words, "hook mode")
         attach(module, None, "hook").detach()
-        os.environ[preflight.CONNECTIONS_VARIABLE] = "8"
-        attach(module, sgd).detach()
-        gradcast.attach(module, sgd, options=local).detach()
+        found += not_refused(lambda: attach(Normalized(), None, "hook"), words, "norm, a SyncBatchNorm", "DDP")
+        for harmless in ("0", "no number", "32"):
+            if variable == launch_order.ORDER and harmless == "32":
+                continue
+            os.environ[variable] = harmless
+            attach(module, sgd).detach()
+            gradcast.attach(module, sgd, options=local).detach()
     return found
+
+
+FEW_QUEUES = "so the GPU's streams share {} queues"
+HOST_WAITS = "{} is set, so the host waits for the end of each block"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        (launch_order.CONNECTIONS, "2", {"overlap": FEW_QUEUES.format(2)}),
+        (launch_order.CONNECTIONS, "8", {"overlap": FEW_QUEUES.format(8)}),
+        (launch_order.CONNECTIONS, "32", {}),
+        *((name, "1", dict.fromkeys(("overlap", "hook"), HOST_WAITS.format(name))) for name in launch_order.BLOCKING),
+        (launch_order.BLOCKING[0], "0", {}),
+    ],
+)
+@on_ranks(2)
+def test_what_makes_steps_longer_or_a_hang_likelier_is_warned_of(rank, variable, value, expected, mode):
+    """By rank 0, once; training goes on."""
+    module = nn.Linear(3, 3)
+    with as_over_nccl(**{variable: value}) as lines:
+        attach(module, torch.optim.SGD(module.parameters(), lr=0.1), mode).detach()
+    said = [each for each in lines if each.startswith(variable)]
+    assert len(said) == (1 if mode in expected and rank.index == 0 else 0), lines
+    assert all(expected[mode] in each for each in said)
 
 
 class Normalized(nn.Module):

@@ -6,12 +6,13 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 import gradcast
-from training.attached import attach, heard, hosts_of, not_refused
+from training.attached import attach, error_of, heard, hosts_of, not_refused
 from training.models import TASKS
 from training.needs import torch
 from training.pair import differences
@@ -26,6 +27,7 @@ from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension
 from gradcast.training.local import session
 from gradcast.training.ranks import group, group_pool, together
+from gradcast.training.ranks.nccl_settings import options_with, settings_for
 
 nn = torch.nn
 dist = torch.distributed
@@ -124,7 +126,7 @@ def test_blocks_go_before_compute_on_nccl(rank):
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
         mock.patch.object(dist, "new_group", return_value=dist.group.WORLD) as new_group,
     ):
-        group.make_group(None, torch.device("cpu"), 30.0, max_ctas=6)
+        group.make_group(None, torch.device("cpu"), 30.0, nccl=gradcast.Nccl(max_ctas=6))
         bounded = new_group.call_args.kwargs["pg_options"]
         group.make_group(None, torch.device("cpu"), 30.0)
     options = new_group.call_args.kwargs["pg_options"]
@@ -165,6 +167,67 @@ def test_the_bound_on_thread_blocks_reaches_all_groups_of_blocks(rank):
     return [] if found == [(5, True)] * 2 else found
 
 
+def nccl_of(**settings):
+    """The program's backend for a device, with these settings of NCCL's configuration."""
+    options = dist.ProcessGroupNCCL.Options()
+    for name, value in settings.items():
+        setattr(options.config, name, value)
+    return SimpleNamespace(options=options)
+
+
+THEIRS = {"traffic_class": 3, "net_name": "IB", "min_ctas": 8, "max_ctas": 16, "cta_policy": 1, "split_share": 1}
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+@pytest.mark.parametrize(
+    ("nccl", "expected"),
+    [
+        ({}, {}),
+        ({"max_ctas": 4}, {"max_ctas": 4, "min_ctas": 4}),  # NCCL refuses a minimum above the maximum
+        ({"max_ctas": 12, "cta_policy": "default"}, {"max_ctas": 12, "cta_policy": 0}),
+    ],
+)
+def test_a_group_of_blocks_has_the_settings_of_the_programs_group(nccl, expected):
+    """Unless the options say otherwise. Without them it would send in another traffic class than the cluster's."""
+    settings = settings_for(nccl_of(**THEIRS), gradcast.Nccl(**nccl))
+    config = options_with(settings, None).config
+    found = {name: getattr(config, name) for name in THEIRS}
+    not_theirs = {"split_share": dist.ProcessGroupNCCL.Options().config.split_share}  # how the program's group was made
+    assert found == THEIRS | not_theirs | expected
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_what_the_program_has_not_set_is_left_to_nccl():
+    assert settings_for(nccl_of(), gradcast.Nccl()) == ()
+    assert settings_for(SimpleNamespace(), gradcast.Nccl()) == (), "the program's backend is another"
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_a_policy_that_torch_does_not_know_is_refused():
+    options = SimpleNamespace(config=SimpleNamespace(max_ctas=-1))
+    with mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options)):
+        assert settings_for(SimpleNamespace(), gradcast.Nccl(max_ctas=2)) == (("max_ctas", 2),)
+        refusal = error_of(lambda: settings_for(SimpleNamespace(), gradcast.Nccl(cta_policy="zero")))
+    assert refusal[0] == "invalid_use"
+    assert refusal[1].startswith("options.nccl.cta_policy is 'zero', which torch ")
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+@on_ranks(4)
+def test_the_settings_of_the_programs_group_reach_all_groups_of_blocks(rank):
+    """Without a device. A group with other settings is not used again."""
+    module = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    local = gradcast.Options(local=gradcast.LocalSteps(2, inner="host"))
+    with nccl_named() as asked:
+        for traffic_class in (2, 2, 7):
+            with mock.patch.object(group, "_backend", return_value=nccl_of(traffic_class=traffic_class)):
+                attach(module, sgd).detach()
+        with mock.patch.object(group, "_backend", return_value=nccl_of(traffic_class=5)), hosts_of(2):
+            gradcast.attach(module, sgd, options=local).detach()
+    return [] if [each.config.traffic_class for each in asked] == [2, 7, 5, 5] else [len(asked)]
+
+
 @on_ranks(4)
 def test_the_group_inside_of_a_host_is_connected_too(rank):
     """Without a device."""
@@ -194,9 +257,9 @@ def test_torch_finds_nothing_to_warn_of_where_a_group_is_destroyed(rank):
 @on_ranks(2)
 def test_options_for_nccl_are_ignored_with_a_sentence_elsewhere(rank):
     with heard() as lines:
-        attach(nn.Linear(3, 3), None, "hook", nccl=gradcast.Nccl(4, register_buffers=True)).detach()
+        attach(nn.Linear(3, 3), None, "hook", nccl=gradcast.Nccl(4, "zero", register_buffers=True)).detach()
     why = "is for blocks over NCCL, and blocks are sent over gloo, so it changes nothing"
-    told = [f"options.nccl.{name} {why}" for name in ("max_ctas", "register_buffers")]
+    told = [f"options.nccl.{name} {why}" for name in ("max_ctas", "cta_policy", "register_buffers")]
     assert [each for each in lines if "NCCL" in each] == (told if rank.index == 0 else [])
 
 

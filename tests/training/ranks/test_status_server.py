@@ -2,12 +2,15 @@
 without the training's token."""
 
 import contextlib
+import json
 import socket
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+import gradcast
 from training.attached import Attached
 from training.inside import session_of
 from training.needs import torch
@@ -15,8 +18,9 @@ from training.pool import on_ranks
 from training.threads import threads_named
 
 pytest.importorskip("training.needs")
-from gradcast.training.ranks import status_server
-from gradcast.training.ranks.status_server import ServerAddress, StatusServer, ask
+from gradcast.training.ranks import stall_watchdog, status_server
+from gradcast.training.ranks.stall_watchdog import StallWatchdog
+from gradcast.training.ranks.status_server import ServerAddress, StatusServer, ask, entry_of
 
 LIMIT_S = 20.0  # of what a test waits for
 
@@ -42,15 +46,23 @@ def until_closed(connection: socket.socket) -> bytes:
     return said
 
 
-def head(kind=1, rank=0, size=0) -> bytes:
-    return status_server.HEAD.pack(kind, rank, size)
+def head(kind=0, rank=0, iteration=7, size=0) -> bytes:
+    return status_server.HEAD.pack(kind, rank, iteration, size)
 
 
-def test_entries_are_kept_by_kind_and_rank(server):
+def test_reports_are_kept_by_kind_and_rank(server):
     """And taken back."""
-    asked = [("stall", 1, {"at": "ü"}), ("stall", 0, [2]), ("failure", 0, "x"), ("stall", 1, None), ("stall", 0, [3])]
+    asked = [("stall", 1, 5), ("stall", 0, 2**40), ("failure", 0, 0), ("stall", 1, None), ("stall", 0, 6)]
     answers = [ask(server.address, *each) for each in asked]
-    assert answers == [{1: {"at": "ü"}}, {1: {"at": "ü"}, 0: [2]}, {0: "x"}, {0: [2]}, {0: [3]}]
+    assert answers == [{1: 5}, {0: 2**40, 1: 5}, {0: 0}, {0: 2**40}, {0: 6}]
+
+
+def test_an_entry_is_kept_until_there_is_another(server):
+    assert entry_of(server.address, 1) is None
+    for entry, kept in (({"at": "ü"}, {"at": "ü"}), (None, {"at": "ü"}), ([2], [2])):
+        assert ask(server.address, "failure", 1, 5, entry) == {1: 5}
+        assert entry_of(server.address, 1) == kept
+    assert entry_of(server.address, 0) is None
 
 
 def test_it_listens_on_the_advertised_address_only(server):
@@ -67,7 +79,7 @@ def test_a_host_with_ipv6_only(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "::1")
     with contextlib.closing(StatusServer(2)) as server:
         assert server.address.host == "::1"
-        assert ask(server.address, "stall", 1, "here") == {1: "here"}
+        assert ask(server.address, "stall", 1, 3) == {1: 3}
 
 
 def has_ipv6_loopback() -> bool:
@@ -104,14 +116,14 @@ WITH_TOKEN = {
 )
 def test_what_is_no_request_changes_nothing(server, sent):
     knows_token, name = sent
-    assert ask(server.address, "stall", 1, "mine") == {1: "mine"}
+    assert ask(server.address, "stall", 1, 3) == {1: 3}
     with connected(server.address) as connection:
         message = server.address.token + WITH_TOKEN[name] if knows_token else FROM_STRANGERS[name]
         with contextlib.suppress(OSError):  # closed: a broken pipe, a reset, or no longer connected
             connection.sendall(message)
             connection.shutdown(socket.SHUT_WR)
         assert until_closed(connection) == b""
-    assert ask(server.address, "stall", 0, None) == {1: "mine"}
+    assert ask(server.address, "stall", 0, None) == {1: 3}
 
 
 def test_a_connection_is_closed_before_16_mb_of_it_are_read(server):
@@ -141,20 +153,67 @@ def test_silent_connections_delay_nobody(server, count):
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(connected(server.address)).sendall(b"x")
-        assert ask(server.address, "stall", 1, "through") == {1: "through"}
+        assert ask(server.address, "stall", 1, 3) == {1: 3}
 
 
 def test_a_rank_that_does_not_read_its_answer_delays_nobody(server):
     """Its answer is larger than what the system keeps for it."""
-    texts = ["x" * 60_000] * 100
-    for rank in range(2):
-        ask(server.address, "failure", rank, texts[rank])
+    ask(server.address, "failure", 0, 5, "x" * 60_000)
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             slow = stack.enter_context(connected(server.address))
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.sendall(server.address.token + head(kind=2))
-        assert ask(server.address, "stall", 1, "through") == {1: "through"}
+        assert ask(server.address, "stall", 1, 3) == {1: 3}
+
+
+class BusyEngine:
+    """Of a rank whose records of its last iterations take 10 KB."""
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def counters(self):
+        return SimpleNamespace(iterations=100 + self._rank % 2)
+
+    def waiting_for(self):
+        return "block 3 of 64 " + "x" * 2000
+
+    def timeline(self):
+        blocks = [SimpleNamespace(ready_ns=123_456, launch_ns=234_567, finish_ns=345_678)] * 64
+        return 2 * [SimpleNamespace(iteration=100, plan_version=1, ready_ns=[1] * 64, blocks=blocks)]
+
+
+def test_512_ranks_that_fail_at_once_all_hear_of_each_other(monkeypatch, tmp_path):
+    """One answer had the entries of all ranks: 5 MB for each of 512, ten times a second."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(status_server, "_TIMEOUT_S", LIMIT_S)  # 512 threads of one process are slower than 512 ranks
+    monkeypatch.setattr(stall_watchdog, "_LISTEN_S", 2 * LIMIT_S)
+    count, said, answers = 512, {}, []
+    received = status_server._received
+    monkeypatch.setattr(status_server, "_received", lambda *given: answers.append(received(*given)) or answers[-1])
+
+    def fail(rank):
+        group = SimpleNamespace(rank=rank, world_size=count, timeout_s=None)
+        watch = StallWatchdog(group, gradcast.Options(watch=gradcast.Watch(dump_dir=str(tmp_path))), BusyEngine(rank))
+        said[rank] = str(watch.explain(gradcast.Error("the cable is gone " * 200, "communication")))
+        watch.close()
+
+    with contextlib.closing(StatusServer(count)) as server:
+        monkeypatch.setattr(stall_watchdog, "start_status_server", lambda _group: (None, server.address))
+        threads = [threading.Thread(target=fail, args=[rank]) for rank in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * LIMIT_S)
+    assert len(said) == count
+    assert [rank for rank, text in said.items() if "does not respond" in text or "has never reached" in text] == []
+    (path,) = tmp_path.iterdir()
+    assert said[0].endswith(f"are in {path}")
+    events = json.loads(path.read_text())["ranks"]
+    assert len(events) == count
+    assert min(len(json.dumps(each)) for each in events.values()) > 9_000
+    assert max(map(len, answers)) < 20_000
 
 
 def test_a_server_that_says_nothing_is_not_waited_for_long(monkeypatch):
@@ -171,12 +230,12 @@ def test_a_server_that_says_nothing_is_not_waited_for_long(monkeypatch):
         thread = threading.Thread(target=drip)
         thread.start()
         address = ServerAddress("127.0.0.1", listening.getsockname()[1], bytes(16))
-        assert ask(address, "hello", 0, None) is None
+        assert ask(address, "stall", 0, None) is None
         ended.set()
         thread.join(LIMIT_S)
 
 
-@pytest.mark.parametrize("reply", [b"", b"\0\0\0\1", b"\0\0\0\1" + bytes(4) + b"\0\0\0\5" + b"{", b"\xff" * 100])
+@pytest.mark.parametrize("reply", [b"", b"\0\0\0", b"\0\0\0\x08" + bytes(7), b"\0\0\0\x07" + bytes(7), b"\xff" * 100])
 def test_an_answer_that_is_cut_off_is_none(reply):
     def answer():
         with listening.accept()[0] as connection:
@@ -186,7 +245,7 @@ def test_an_answer_that_is_cut_off_is_none(reply):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=answer)
         thread.start()
-        assert ask(ServerAddress("127.0.0.1", listening.getsockname()[1], bytes(16)), "stall", 0, "own") is None
+        assert ask(ServerAddress("127.0.0.1", listening.getsockname()[1], bytes(16)), "stall", 0, 5) is None
         thread.join(LIMIT_S)
 
 
@@ -213,8 +272,9 @@ def test_strangers_do_not_disturb_a_training(rank):
             attached.step(torch.ones(2, 3))
             answer = ask(watch.address, "stall", rank.index, number)
             assert answer[rank.index] == number
+    ask(watch.address, "stall", rank.index, None)
     rank.gather("done", None)
-    answer = ask(watch.address, "hello", rank.index, None)
+    answer = ask(watch.address, "stall", rank.index, None)
     rank.gather("asked", None)  # the server ends with rank 0's training
     return [] if answer == {} else [answer]
 

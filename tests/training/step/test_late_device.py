@@ -28,12 +28,12 @@ DELAY_US = 2000
 
 
 @contextlib.contextmanager
-def late_device(delay_us=DELAY_US):
+def late_device(delay_us=DELAY_US, kind=_late_device.Transport):
     """Every module that is attached in here trains on it."""
     transports, attach = [], gradcast.attach
 
     def transport(*arguments):
-        transports.append(_late_device.Transport(extension.load().Transport(*arguments), delay_us))
+        transports.append(kind(extension.load().Transport(*arguments), delay_us))
         return transports[-1]
 
     def attach_there(*arguments, **options):
@@ -105,6 +105,38 @@ def test_all_blocks_of_a_step_are_queued_before_the_first_ends(rank, mode):
     attached.handle.flush()
     assert len(attached.handle.plan.blocks) == 20
     return transports[0].most_open - 20
+
+
+class CountedOrders(_late_device.Transport):
+    """Counts what a stream is ordered behind; the host goes on, as on a real device."""
+
+    count = 0
+
+    def order_behind(self, places):
+        self.count += len(places)
+
+
+@on_ranks(2)
+def test_a_stream_is_ordered_once_behind_each_gradient_of_a_step(rank):
+    """Parts that arrive in the order in which forward reads them: while the second is waited for, the first is still
+    queued as far as the host knows."""
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(10)]
+    plan = planning("ddp", first_bytes=1, cap_bytes=1)
+    with late_device(40_000, CountedOrders) as transports:
+        attached = Attached(nn.Sequential(*layers), plan=plan)
+    (transport,) = transports
+    for _ in range(4):
+        attached.step(torch.ones(4, 8))
+    attached.handle.flush()
+    exchange = session_of(attached.handle).exchange
+    forward_order = sorted(exchange.plan.blocks, key=lambda block: block.ranges[0])
+    exchange.follow(exchange.profile, exchange.plan.replace(blocks=forward_order))
+    before = transport.count
+    attached.step(torch.ones(4, 8))
+    attached.module(torch.ones(4, 8))
+    gradients_and_message, buffers = len(layers) + 1, 1
+    assert 0 < transport.count - before <= gradients_and_message + buffers
+    attached.handle.flush()
 
 
 @on_ranks(2)

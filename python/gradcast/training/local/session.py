@@ -28,9 +28,11 @@ from gradcast.training.local.outer import OuterOptimizer
 from gradcast.training.local.pacing import Pacing
 from gradcast.training.local.rounds import FragmentExchange, Rounds
 from gradcast.training.model_layout import ModelLayout
+from gradcast.training.options import Nccl
 from gradcast.training.plan.balancing import SamplerCall
-from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.group import Group, nccl_settings
 from gradcast.training.ranks.group_pool import lasting_group
+from gradcast.training.ranks.nccl_settings import AS_THE_PROGRAM
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
 from gradcast.training.sessions.kinds import Setup, TrainingSession
 from gradcast.training.sessions.open_blocks import NoSyncBlocks, Progress
@@ -43,7 +45,7 @@ _MB = 1e6
 _TIMEOUT_S = 1800.0  # torch's own, where the process group does not tell its
 
 
-def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) -> HiddenDdp:
+def inside_hosts(accepted: Accepted, group: Group, nccl: Nccl = AS_THE_PROGRAM) -> HiddenDdp:
     """Averages gradients over the ranks of this rank's host. Raises on all ranks alike."""
     hosts = group.hosts
     if hosts.count == 1 or hosts.ranks_per_host in (None, 1):
@@ -56,7 +58,8 @@ def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) 
     timeout = datetime.timedelta(seconds=_TIMEOUT_S if group.timeout_s is None else group.timeout_s)
     backend = dist.get_backend_config(group.shared)
     group.meet()
-    inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host", max_ctas)
+    settings = nccl_settings(group.shared, accepted.device, nccl)
+    inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host", settings)
     Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect()
     group.meet()
     return HiddenDdp(accepted.called, inside, broadcast_buffers=True)
@@ -71,7 +74,7 @@ class LocalStepsSession(TrainingSession):
         accepted, group, options = setup.accepted, setup.group, setup.options
         local = options.local
         self.callbacks = setup.callbacks
-        inside = inside_hosts(accepted, group, options.nccl.max_ctas) if local.inner == "host" else None
+        inside = inside_hosts(accepted, group, options.nccl) if local.inner == "host" else None
         wrappers = () if inside is None else inside.wrappers.values()
         super().__init__(group, "local", Progress(NoSyncBlocks(wrappers)))
         found = entries(accepted.parameters, accepted.module)

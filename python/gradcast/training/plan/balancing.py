@@ -109,7 +109,7 @@ class Balancing:
     def begin_session(self, exchange: GradientExchange, lag: int, turns: int) -> None:
         """Forgets measurements of other parameters. Reports come ``lag`` iterations late, and up to ``turns`` - 1 more
         if ranks take turns."""
-        self._exchange, self._turns = exchange, turns
+        self._exchange = exchange
         self._delay = lag + turns - 2
         self._forget()
         self._ignored = lag
@@ -128,7 +128,6 @@ class Balancing:
             return None
         busy_ns = tuple(report.facts.busy_ns for report in reports)
         self._steps.append(shares.Step(seen, busy_ns, max(report.facts.step_ns for report in reports)))
-        self._ignored = self._turns  # until all reports are new
         if len(self._steps) == self._schedule.every:
             change = shares.choose(self._steps, self._schedule.latest)
             if change is not None:

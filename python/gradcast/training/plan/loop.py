@@ -467,7 +467,7 @@ class PlanLoop:
             link_ns=sum(calibration.planned_busy_periods_ns(agreed.in_force, agreed.profile)),
             has_baseline=agreed.baseline is not None,
             begins_on_baseline=agreed.runs_as_baseline,
-            hold_iterations=agreed.hold_iterations,
+            hold_iterations=agreed.hold_iterations // self.meter.reports.turns,
         )
 
     def _add_unseen(self, reads: dict[int, UnseenRead]) -> None:

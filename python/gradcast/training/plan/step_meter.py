@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,15 +30,16 @@ class Iteration:
 
 
 class StepMeter:
-    """``iterations``: the last ones, as many as reports come late. ``interrupted``: the program has completed the open
-    step early, so its times are not reported. ``sees_compute``: False on a device, where the host runs ahead, so its
-    time outside of waits is not compute."""
+    """``iterations``: the last ones, back to the first that new reports are of. ``interrupted``: the program has
+    completed the open step early, so its times are not reported. ``sees_compute``: False on a device, where the host
+    runs ahead, so its time outside of waits is not compute."""
 
     def __init__(self, exchange: GradientExchange, message: StepMessage, trace: StepTrace, group: Group) -> None:
         device = exchange.buffers.flats[0].device
         self._exchange, self.trace = exchange, trace
         self.reports = StepReports(message.own_reports, message.reports, group.rank, group.world_size)
-        self.iterations: collections.deque[Iteration] = collections.deque(maxlen=self.reports.lag)
+        self._kept = self.reports.lag + self.reports.turns - 1
+        self.iterations: collections.deque[Iteration] = collections.deque(maxlen=self._kept)
         self.exposed = StageExposure()
         self.interrupted = False
         self.sees_compute = device.type == "cpu"
@@ -46,8 +48,9 @@ class StepMeter:
         self._link_ns = 0  # of all iterations until now
 
     def step_ended(self, start_ns: int, waiting_stage: str) -> tuple[StepReport | None, Sequence[StepReport] | None]:
-        """Returns this rank's report of the step that ends where the next backward pass starts, and the last known
-        reports of all ranks in rank order, None if one is missing. ``waiting_stage``: see stage_exposure.py."""
+        """Returns this rank's report of the step that ends where the next backward pass starts, and the reports of all
+        ranks in rank order that have become known; None if one is missing, or is of another plan than the others.
+        ``waiting_stage``: see stage_exposure.py."""
         self.exposed.set_waiting_stage(waiting_stage)
         self._start_ns = start_ns
         facts, record = self._own_facts(start_ns), self.trace.current
@@ -56,14 +59,20 @@ class StepMeter:
             stages_ns = self.exposed.own_stages_ns(record, start_ns - record.start_ns)
             own = None if facts is None else StepReport(facts, stages_ns)
         reports = self.reports.exchange(own)
-        if reports is not None:
-            self.exposed.add(reports)
+        followed = {
+            (id(each.phase), each.on_baseline) for each in itertools.islice(self.iterations, self.reports.turns)
+        }
+        if reports is None or len(followed) > 1:
+            return own, None
+        self.exposed.add(reports)
         return own, reports
 
     @property
     def reported(self) -> Iteration | None:
-        """The iteration of which the last reports are; None if they are of none of this session."""
-        return self.iterations[0] if len(self.iterations) == self.reports.lag else None
+        """The last iteration that the last reports are of. None if they are of none of this session, or if they have
+        become known before: ranks take turns."""
+        is_new = self.reports.ends_round and len(self.iterations) == self._kept
+        return self.iterations[self.reports.turns - 1] if is_new else None
 
     def compute_of_last_step(
         self, own: StepReport | None, call_ns: float

@@ -23,7 +23,9 @@ from gradcast import _core
 from gradcast.errors import refused
 from gradcast.host_traffic import Hosts
 from gradcast.training.compat import extension
+from gradcast.training.options import Nccl
 from gradcast.training.ranks import dropped, group_pool
+from gradcast.training.ranks.nccl_settings import AS_THE_PROGRAM, Settings, settings_for
 from gradcast.training.ranks.store_gather import StoreGather
 from gradcast.training.ranks.together import RanksTogether
 
@@ -122,15 +124,14 @@ def make_group(
     timeout_s: float | None,
     *,
     reuses: bool = False,
-    max_ctas: int | None = None,
+    nccl: Nccl = AS_THE_PROGRAM,
 ) -> Group:
     """The ranks of ``process_group`` with a group of gradcast's own. Collective.
 
     ``process_group``: None for the default group, or for a single worker if torch.distributed is not initialized.
     ``timeout_s``: None for the process group's. ``reuses``: takes a group that was left or dropped, if every rank has
-    it, and lets the next one take it if this one is dropped; the same on every rank. ``max_ctas``: the most thread
-    blocks of a kernel of NCCL, None for its own choice. Raises Error if this process is not in the group, or if the
-    network fails.
+    it, and lets the next one take it if this one is dropped; the same on every rank. ``nccl``: the rest is as in
+    ``process_group``. Raises Error if this process is not in the group, or if the network fails.
     """
     callers = callers_of(process_group, device)
     if callers.world_size == 1:
@@ -139,7 +140,7 @@ def make_group(
     with callers.together(_MAKING):
         timeout = _timeout_of(shared, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         ranks, backend = dist.get_process_group_ranks(shared), dist.get_backend_config(shared)
-        key = group_pool.Key(tuple(ranks), timeout, backend, max_ctas, device)
+        key = group_pool.Key(tuple(ranks), timeout, backend, nccl_settings(shared, device, nccl), device)
         own = _left(key, callers) if reuses else None
     is_new = own is None
     if is_new:
@@ -194,6 +195,11 @@ def require_backend(process_group: Any, device: torch.device) -> None:
     shared = shared_group(process_group)
     if shared is not None:
         _backend(shared, device)
+
+
+def nccl_settings(process_group: Any, device: torch.device, nccl: Nccl = AS_THE_PROGRAM) -> Settings:
+    """The settings of NCCL for another group of ranks in ``process_group``, with tensors on this device."""
+    return settings_for(_backend(process_group, device), nccl)
 
 
 def _without_group(process_group: Any) -> Group:

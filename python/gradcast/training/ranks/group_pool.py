@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradcast.training.compat import extension
+from gradcast.training.ranks.nccl_settings import Settings, options_with
 
 
 class Key(NamedTuple):
@@ -25,7 +26,7 @@ class Key(NamedTuple):
     ranks: tuple[int, ...]
     timeout: datetime.timedelta | None
     backend: str
-    max_ctas: int | None
+    nccl: Settings
     device: torch.device
 
 
@@ -87,17 +88,17 @@ def find(process_group: Any) -> OwnGroup | None:
 
 def new_group(key: Key) -> Any:
     """Makes a process group. Collective over the key's ranks."""
-    options = _nccl_options(key.timeout, key.max_ctas) if "nccl" in key.backend else None
+    options = options_with(key.nccl, key.timeout) if "nccl" in key.backend else None
     group = _make(key.ranks, key.timeout, key.backend, "gradcast", options)
     _own_groups.append(OwnGroup(group, key))
     return group
 
 
 def lasting_group(
-    ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str, max_ctas: int | None = None
+    ranks: Sequence[int], timeout: datetime.timedelta, backend: str, description: str, nccl: Settings = ()
 ) -> Any:
     """A process group that lasts until the program ends. Collective over ``ranks``, which are global ranks."""
-    options = _nccl_options(timeout, max_ctas) if "nccl" in backend else None
+    options = options_with(nccl, timeout) if "nccl" in backend else None
     group = _make(ranks, timeout, backend, f"gradcast {description}", options)
     if backend == "gloo":  # destroying a group of another backend may wait for ranks that have died
         _own_groups.append(OwnGroup(group, None))
@@ -125,17 +126,6 @@ def _of_one_kind(backend: str) -> str:
     the same group."""
     kinds = {each.split(":")[-1] for each in backend.split(",")}
     return "gloo" if kinds == {"gloo"} else backend
-
-
-def _nccl_options(timeout: datetime.timedelta | None, max_ctas: int | None) -> Any:
-    """Gives NCCL's kernels priority over compute, since a late block delays the next forward pass. The group's other
-    backends ignore these options."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout is not None:
-        options._timeout = timeout
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
-    return options
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from gradcast.errors import Error
 from gradcast.training.options import Options
 from gradcast.training.ranks.dropped import EngineUse
 from gradcast.training.ranks.group import Group, ranks_named
-from gradcast.training.ranks.status_server import StatusServer, ask, start_status_server
+from gradcast.training.ranks.status_server import StatusServer, ask, entry_of, start_status_server
 
 _log = logging.getLogger("gradcast")
 # How long a rank waits for the others' reports.
@@ -101,8 +101,7 @@ class StallWatchdog:
         waited_s = time.monotonic() - waiting.since_s
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
         waiting.is_reported = True
-        entry = {"iteration": self._engine.counters().iterations, "text": text[:_CHARACTERS_REPORTED]}
-        reports = self._exchange("stall", entry, waiting)
+        reports = self._exchange("stall", self._engine.counters().iterations, during=waiting)
         if self._waiting is not waiting:
             if self.address is not None:
                 ask(self.address, "stall", self._group.rank, None)
@@ -120,26 +119,26 @@ class StallWatchdog:
         if error.code != "communication" or error.on_all_ranks or not self.explains:
             return error
         if self._failure is None:
-            entry = {
+            entry: dict[str, Any] = {
                 "iteration": self._engine.counters().iterations,
                 "error": str(error)[:_CHARACTERS_REPORTED],
                 "waiting_for": self._engine.waiting_for()[:_CHARACTERS_REPORTED],
                 "iterations": self._records(),
             }
-            reports = self._exchange("failure", entry)
+            reports = self._exchange("failure", entry["iteration"], entry)
             self._failure = Error(f"{error}. {self._describe_failure(reports, entry)}", error.code)
         return self._failure
 
-    def _describe_failure(self, reports: dict[int, Any] | None, own: dict[str, Any]) -> str:
+    def _describe_failure(self, reports: dict[int, int] | None, own: dict[str, Any]) -> str:
         if reports is None:
             text = self._unknown("failed")
-            reports = {self._group.rank: own}
+            reports = {self._group.rank: own["iteration"]}
         else:
             text = self._describe_ranks(reports, "failed")
         if min(reports) != self._group.rank:
             return text
         try:
-            return f"{text} The last events of {ranks_named(sorted(reports))} are in {self._dump(reports)}"
+            return f"{text} The last events of {ranks_named(sorted(reports))} are in {self._dump(reports, own)}"
         except OSError as error:
             return f"{text} (Their last events could not be written: {error})"
 
@@ -148,38 +147,55 @@ class StallWatchdog:
             return f"This rank has never reached rank 0's status server, so it does not know which other ranks {doing}."
         return f"Rank 0, which knows the other ranks that {doing}, does not respond: it has ended, or is cut off."
 
-    def _dump(self, reports: dict[int, Any]) -> str:
+    def _dump(self, reports: dict[int, int], own: dict[str, Any]) -> str:
+        silent = [rank for rank in range(self._group.world_size) if rank not in reports]
+        events = {"world_size": self._group.world_size, "silent": silent, "ranks": self._entries(reports, own)}
         handle, path = tempfile.mkstemp(prefix="gradcast-failure-", suffix=".json", dir=self._folder)
         with os.fdopen(handle, "w") as file:
-            silent = [rank for rank in range(self._group.world_size) if rank not in reports]
-            json.dump({"world_size": self._group.world_size, "silent": silent, "ranks": reports}, file, indent=1)
+            json.dump(events, file, indent=1)
         return path
 
-    def _describe_ranks(self, reports: dict[int, Any], doing: str = "waiting") -> str:
+    def _entries(self, reports: dict[int, int], own: dict[str, Any]) -> dict[int, Any]:
+        """Returns the entries of the ranks that have reported; of those that cannot be fetched only the iteration."""
+        entries: dict[int, Any] = {rank: {"iteration": iteration} for rank, iteration in reports.items()}
+        address = self.address
+        for rank in reports:
+            entry = own if rank == self._group.rank or address is None else entry_of(address, rank)
+            if entry is None:
+                break  # the server has ended
+            entries[rank] = entry
+        return entries
+
+    def _describe_ranks(self, reports: dict[int, int], doing: str = "waiting") -> str:
         """Returns sentences about the ranks that have reported and those that have not."""
         silent = [rank for rank in range(self._group.world_size) if rank not in reports]
         text = f"{doing.capitalize()}: {ranks_named(sorted(reports))}"
-        own = reports[self._group.rank].get("iteration")
-        for rank, entry in reports.items():
-            if entry.get("iteration") != own:
-                text += f", rank {rank} in another step ({entry['iteration']} against {own})"
+        own = reports[self._group.rank]
+        for rank, iteration in reports.items():
+            if iteration != own:
+                text += f", rank {rank} in another step ({iteration} against {own})"
         if not silent:
             return f"{text}."
         has = "has" if len(silent) == 1 else "have"
         return f"{text}; {ranks_named(silent)} {has} not responded: stopped, slow, ended, or elsewhere in the program."
 
-    def _exchange(self, kind: str, entry: dict[str, Any], during: "_Wait | None" = None) -> dict[int, Any] | None:
-        """Reports this rank's entry and collects the others' for a while. Returns all entries by rank, or None if the
-        server does not answer. ``during``: ends early when this wait is over."""
+    def _exchange(
+        self, kind: str, iteration: int, entry: dict[str, Any] | None = None, *, during: "_Wait | None" = None
+    ) -> dict[int, int] | None:
+        """Reports this rank's iteration, with an entry, and collects the others' iterations for a while. Returns all by
+        rank, or None if the server does not answer. ``during``: ends early when this wait is over."""
         deadline_s = time.monotonic() + _LISTEN_S
+        reports = None
         while self.address is not None:
-            reports = ask(self.address, kind, self._group.rank, entry)
+            answer = ask(self.address, kind, self._group.rank, iteration, None if reports else entry)
+            if answer is None:
+                break  # rank 0 has ended, perhaps since it has answered
+            reports = answer
             is_over = during is not None and self._waiting is not during
-            is_complete = reports is not None and len(reports) == self._group.world_size
-            if reports is None or is_over or is_complete or time.monotonic() > deadline_s:
-                return reports
+            if is_over or len(reports) == self._group.world_size or time.monotonic() > deadline_s:
+                break
             time.sleep(_POLL_S)
-        return None
+        return reports
 
     def _records(self) -> list[dict[str, Any]]:
         """The last iterations: when each block was ready, started and finished, in ms before now."""

@@ -1,11 +1,16 @@
 """Status server on rank 0 for stall and failure reports.
 
-Ranks in trouble write their reports, and read those of the others. The process group's store cannot serve for this: a
-request to it has no time limit if its host is stopped or cut off. Here each request is a connection of its own, which
-ends after a fixed time, whatever the other side does. When the server starts, every rank tries whether it can reach it.
+Ranks in trouble report the iteration that they are in, and learn which others have reported, and their iterations. An
+entry comes with a report of a failure, and one rank fetches the entries, one by one. So an answer has a few bytes for
+each rank, and making it costs the same however many ranks there are.
+
+The process group's store cannot serve for this: a request to it has no time limit if its host is stopped or cut off.
+Here each request is a connection of its own, which ends after a fixed time, whatever the other side does. When the
+server starts, every rank tries whether it can reach it.
 
 A request is the training's token, of fixed length, then a head of fixed length, then the entry. Nothing is read of a
-connection whose token is wrong, and the server parses no entry: it keeps bytes, and the ranks parse them.
+connection whose token is wrong, and the server parses no entry: it keeps bytes, and the ranks parse them. An answer is
+its size, then the iterations by rank, or the entry.
 
 Thread safety: ``StatusServer`` has a thread of its own; ``ask`` may be called from any thread.
 """
@@ -21,21 +26,25 @@ import socket
 import struct
 import threading
 import time
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from gradcast.training.ranks.group import Group, ranks_named
+
+_Answer = TypeVar("_Answer")
 
 _TIMEOUT_S = 2.0  # of a connection, from its beginning to its end
 _ACCEPTING_S = 0.05
 TOKEN_BYTES = 16
-_KINDS = ("hello", "stall", "failure")
-HEAD = struct.Struct("!BII")  # number of the kind, rank, bytes of the entry
-# An answer is a number of entries, and each of them behind a head.
-_COUNT = struct.Struct("!I")
-_ENTRY_HEAD = struct.Struct("!II")  # rank, bytes
+_KINDS = ("stall", "failure")
+_ENTRY = len(_KINDS)  # instead of a kind: the request for a rank's entry
+HEAD = struct.Struct("!BIqI")  # number of the kind, rank, iteration, bytes of the entry
+_SIZE = struct.Struct("!I")
+_ITERATION = struct.Struct("!q")
+_NOT_REPORTED = -1
 # An entry of the stall watchdog is a tenth of it at most.
 _ENTRY_BYTES_MAX = 64 << 10
-_REPLY_BYTES_MAX = 16 << 20
+_REPLY_BYTES_MAX = 1 << 20
 _BACKLOG = 1024
 # Connections that have not shown the token, beside one of each rank. The oldest is closed for one more.
 _STRANGERS_MAX = 64
@@ -51,7 +60,7 @@ class ServerAddress:
 
 
 class StatusServer:
-    """Keeps the last entry of each rank, by kind. REQUIRES: ``close()`` is called in the end."""
+    """Keeps the last iteration of each rank, by kind, and its entry. REQUIRES: ``close()`` is called in the end."""
 
     def __init__(self, world_size: int) -> None:
         """Listens on this host's address in the network of the training only. Raises OSError."""
@@ -73,26 +82,30 @@ class StatusServer:
 
 
 class _Desk:
-    """The server's connections and entries, for its thread alone."""
+    """The server's connections and reports, for its thread alone. ``open``: all connections."""
 
     def __init__(self, token: bytes, world_size: int) -> None:
         self._token, self._world_size = token, world_size
-        self._entries: list[dict[int, bytes]] = [{} for _ in _KINDS]
-        # Connections, the oldest first; whether they have shown the token.
-        self.open: dict[asyncio.Task[None], bool] = {}
+        self._iterations = [bytearray(_ITERATION.pack(_NOT_REPORTED) * world_size) for _ in _KINDS]  # as answered
+        self._entries: dict[int, bytes] = {}
+        self.open: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # that have not shown the token, the oldest first
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        self.open[task] = False
-        strangers = [each for each, is_known in self.open.items() if not is_known]
-        if len(strangers) > self._world_size + _STRANGERS_MAX:
-            strangers[0].cancel()
+        self.open.add(task)
+        self._strangers[task] = None
+        if len(self._strangers) > self._world_size + _STRANGERS_MAX:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
         try:
             await asyncio.wait_for(self._answer(task, reader, writer), _TIMEOUT_S)
         except Exception:
             pass  # whatever a stranger sends or does not send, the server goes on
         finally:
-            del self.open[task]
+            self.open.discard(task)
+            self._strangers.pop(task, None)
             writer.transport.abort()
 
     async def _answer(
@@ -100,19 +113,22 @@ class _Desk:
     ) -> None:
         if not hmac.compare_digest(await reader.readexactly(TOKEN_BYTES), self._token):
             return
-        self.open[task] = True
-        kind, rank, size = HEAD.unpack(await reader.readexactly(HEAD.size))
-        if kind >= len(_KINDS) or rank >= self._world_size or size > _ENTRY_BYTES_MAX:
+        self._strangers.pop(task, None)
+        kind, rank, iteration, size = HEAD.unpack(await reader.readexactly(HEAD.size))
+        if kind > _ENTRY or rank >= self._world_size or size > _ENTRY_BYTES_MAX:
             return
-        entry, entries = await reader.readexactly(size), self._entries[kind]
-        if entry:
-            entries[rank] = entry
-        else:
-            entries.pop(rank, None)
-        parts = (_ENTRY_HEAD.pack(each, len(text)) + text for each, text in entries.items())
-        writer.write(_COUNT.pack(len(entries)) + b"".join(parts))
+        body = self._take(kind, rank, iteration, await reader.readexactly(size))
+        writer.write(_SIZE.pack(len(body)) + body)
         writer.close()
         await writer.wait_closed()
+
+    def _take(self, kind: int, rank: int, iteration: int, entry: bytes) -> bytes:
+        if kind == _ENTRY:
+            return self._entries.get(rank, b"")
+        _ITERATION.pack_into(self._iterations[kind], rank * _ITERATION.size, iteration)
+        if entry:
+            self._entries[rank] = entry
+        return bytes(self._iterations[kind])
 
 
 def _serve(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None], listening: socket.socket, desk: _Desk) -> None:
@@ -146,7 +162,7 @@ def start_status_server(group: Group) -> tuple[StatusServer | None, ServerAddres
     try:
         found = group.from_first(found)
         address = found if isinstance(found, ServerAddress) else None
-        is_reached = address is not None and ask(address, "hello", group.rank, None) is not None
+        is_reached = address is not None and ask(address, "stall", group.rank, None) is not None
         without = [rank for rank, each in enumerate(group.gather(is_reached)) if not each]
     except BaseException:
         if server is not None:
@@ -162,20 +178,39 @@ def start_status_server(group: Group) -> tuple[StatusServer | None, ServerAddres
     return server, address if is_reached else None
 
 
-def ask(address: ServerAddress, kind: str, rank: int, entry: Any) -> dict[int, Any] | None:
-    """Writes this rank's entry and returns the entries of all ranks.
+def ask(
+    address: ServerAddress, kind: str, rank: int, iteration: int | None, entry: Any = None
+) -> dict[int, int] | None:
+    """Reports this rank's iteration, and returns by rank those that ranks have reported.
 
-    ``kind``: "hello", "stall" or "failure". ``entry``: values that JSON knows; None takes the last one back. Returns
-    None if the server does not answer in time.
+    ``kind``: "stall" or "failure". ``iteration``: None takes the last report back. ``entry``: values that JSON knows,
+    for ``entry_of``; None keeps the last one. Returns None if the server does not answer in time.
     """
     text = b"" if entry is None else json.dumps(entry, ensure_ascii=False).encode(errors="replace")
+    number = _NOT_REPORTED if iteration is None else iteration
+    return _answer(address, HEAD.pack(_KINDS.index(kind), rank, number, len(text)) + text, _reported)
+
+
+def entry_of(address: ServerAddress, rank: int) -> Any:
+    """Returns the last entry of this rank; None if there is none, or if the server does not answer in time."""
+    return _answer(address, HEAD.pack(_ENTRY, rank, 0, 0), json.loads)
+
+
+def _answer(address: ServerAddress, request: bytes, read: Callable[[bytes], _Answer]) -> _Answer | None:
     deadline_s = time.monotonic() + _TIMEOUT_S
     try:
         with socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S) as connection:
-            connection.sendall(address.token + HEAD.pack(_KINDS.index(kind), rank, len(text)) + text)
-            return _entries(_received(connection, deadline_s))
+            connection.sendall(address.token + request)
+            reply = _received(connection, deadline_s)
+            is_whole = _SIZE.unpack_from(reply) == (len(reply) - _SIZE.size,)
+            return read(reply[_SIZE.size :]) if is_whole else None
     except (OSError, ValueError, struct.error):
         return None
+
+
+def _reported(iterations: bytes) -> dict[int, int]:
+    by_rank = enumerate(each for (each,) in _ITERATION.iter_unpack(iterations))
+    return {rank: each for rank, each in by_rank if each != _NOT_REPORTED}
 
 
 def _received(connection: socket.socket, deadline_s: float) -> bytes:
@@ -188,17 +223,6 @@ def _received(connection: socket.socket, deadline_s: float) -> bytes:
             return bytes(data)
         data += part
     raise ValueError("the answer is too long")
-
-
-def _entries(reply: bytes) -> dict[int, Any]:
-    """Raises ValueError or struct.error if the reply is not complete."""
-    entries, at = {}, _COUNT.size
-    for _ in range(*_COUNT.unpack_from(reply)):
-        rank, size = _ENTRY_HEAD.unpack_from(reply, at)
-        at += _ENTRY_HEAD.size
-        entries[rank] = json.loads(reply[at : at + size])
-        at += size
-    return entries
 
 
 def _own_host() -> str:

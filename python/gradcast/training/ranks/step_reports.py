@@ -2,6 +2,9 @@
 
 Each rank writes its timings into elements of its own and zeros into the other ranks'. So the sum that the all-reduce
 makes brings the timings of all ranks to every rank, with the same bits, and needs no operation of its own.
+
+There is room for 32 ranks. More take turns, and one round of all turns counts like one iteration of fewer ranks: each
+report in it is used once.
 """
 
 import dataclasses
@@ -18,7 +21,6 @@ REPORT_ELEMENTS = 384
 _TIMES = 6
 # A time is stored in two elements: its leading eight bits, which every dtype holds exactly, and the rest.
 _ELEMENTS_PER_RANK = 2 * _TIMES
-# More ranks than this take turns.
 _RANKS_PER_TURN = REPORT_ELEMENTS // _ELEMENTS_PER_RANK
 _NS_PER_S = 1e9
 
@@ -41,7 +43,8 @@ class StepReport:
 class StepReports:
     """Exchanges the reports of one rank with those of the others.
 
-    Reports are known ``lag`` iterations late. If ranks take turns, some reports are of still earlier iterations.
+    ``turns``: iterations of a round. ``lag``: reports are known so many iterations late. ``ends_round``: the last turn
+    of a round has become known in this iteration.
     """
 
     def __init__(self, own: torch.Tensor, sums: Callable[[], torch.Tensor], rank: int, world_size: int) -> None:
@@ -50,7 +53,9 @@ class StepReports:
         self._rank, self._world_size = rank, world_size
         self.turns = -(-world_size // _RANKS_PER_TURN)
         self._iteration = 0
-        self._known: list[StepReport | None] = [None] * world_size
+        self.ends_round = False
+        self._known: list[StepReport | None] = [None] * world_size  # of the last turns
+        self._latest: StepReport | None = None  # of this rank since its last turn
         self._later = LaterRead()
         self.lag = 2 if sums().is_cpu else 3
 
@@ -58,35 +63,38 @@ class StepReports:
         """Call this once at the start of each iteration, before its message is sent. REQUIRES: nothing is in flight,
         or, on a device, the current stream is behind it.
 
-        ``own``: the report of the last iteration, None if there is none. Returns all ranks' reports in rank order, or
-        None if not all are known.
+        ``own``: the report of the last iteration, None if there is none. Returns all ranks' reports of a round that has
+        ended, in rank order; None if it has not, or if not all are known.
         """
         known = self._later.exchange(self._sums(), self._iteration - 1)
-        if known is not None:
-            self._decode(*known)
+        self.ends_round = known is not None and self._decode(*known)
         self._write(own)
         self._iteration += 1
         reports = [each for each in self._known if each is not None]
-        return reports if len(reports) == len(self._known) else None
+        return reports if self.ends_round and len(reports) == len(self._known) else None
 
-    def _decode(self, values: Sequence[float], written_at: int) -> None:
-        first = self._turn(written_at) * _RANKS_PER_TURN
+    def _decode(self, values: Sequence[float], written_at: int) -> bool:
+        """Returns whether this was the last turn of a round."""
+        turn = self._turn(written_at)
+        first = turn * _RANKS_PER_TURN
         for rank in range(first, min(first + _RANKS_PER_TURN, self._world_size)):
             start = (rank - first) * _ELEMENTS_PER_RANK
             times_ns = [_NS_PER_S * (values[at] + values[at + 1]) for at in range(start, start + _ELEMENTS_PER_RANK, 2)]
-            if times_ns[0] > 0:
-                facts = _core.RankFacts(step_ns=times_ns[0], busy_ns=times_ns[1], link_ns=times_ns[2])
-                self._known[rank] = StepReport(facts, dict(zip(STAGES, times_ns[3:], strict=True)))
-            elif self.turns == 1:  # if ranks take turns, the last report stays until the next turn
-                self._known[rank] = None
+            facts = _core.RankFacts(step_ns=times_ns[0], busy_ns=times_ns[1], link_ns=times_ns[2])
+            stages_ns = dict(zip(STAGES, times_ns[3:], strict=True))
+            self._known[rank] = StepReport(facts, stages_ns) if times_ns[0] > 0 else None
+        return turn == self.turns - 1
 
     def _write(self, own: StepReport | None) -> None:
         self._own.zero_()
+        # Where the program often completes a step early, some turn would miss its report in each round.
+        self._latest = own or self._latest
         turn, position = divmod(self._rank, _RANKS_PER_TURN)
-        if own is None or turn != self._turn(self._iteration):
+        if self._latest is None or turn != self._turn(self._iteration):
             return
-        facts = own.facts
-        times_ns = (facts.step_ns, facts.busy_ns, facts.link_ns, *(own.stages_ns[name] for name in STAGES))
+        facts, stages_ns = self._latest.facts, self._latest.stages_ns
+        self._latest = None
+        times_ns = (facts.step_ns, facts.busy_ns, facts.link_ns, *(stages_ns[name] for name in STAGES))
         values = [half for time_ns in times_ns for half in _halves(time_ns / _NS_PER_S)]
         start = position * _ELEMENTS_PER_RANK
         self._own[start : start + _ELEMENTS_PER_RANK] = torch.tensor(values, dtype=torch.float64)

@@ -49,7 +49,7 @@ class ArrivedGradients:
         # The message shows whether the ranks' gradients belong together.
         missing = self._table.missing([self._message.index, *extension.load().indices_of(states)])
         if missing:
-            self._table.note_arrived(self._exchange.wait(missing))
+            self._table.note_arrived(self._exchange.wait(missing, with_earlier=True))
             self.note()
         self._weights.receive()
 

@@ -7,6 +7,7 @@ Thread safety: ``ready`` from any thread; everything else from the training thre
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,14 @@ from gradcast.training.step.gradient_buffers import GradientBuffers
 
 # Python checks for Ctrl-C between two slices.
 _WAIT_SLICE_NS = 100_000_000
+
+
+@dataclasses.dataclass
+class _Seen:
+    """The number of an iteration's tensors that the engine has reported as queued, and as arrived."""
+
+    queued: int = 0
+    arrived: int = 0
 
 
 class GradientExchange:
@@ -45,7 +54,7 @@ class GradientExchange:
         self.places: list[tuple[int, int, int, int]] = []
         self.profile: _core.Profile | None = None
         self.plan: _core.Plan | None = None
-        self._arrivals_seen = 0
+        self._seen = _Seen()
         self._has_begun = False
         self._deadline_s: float | None = None
 
@@ -127,7 +136,7 @@ class GradientExchange:
 
     def begin(self) -> int:
         """Opens an iteration and returns the engine's number of it."""
-        self._arrivals_seen = 0
+        self._seen = _Seen()
         try:
             iteration = self._engine.begin()
         except Error as error:
@@ -147,18 +156,22 @@ class GradientExchange:
         except Error as error:
             raise self.watch.explain(error) from None
 
-    def wait(self, indices: Sequence[int]) -> Sequence[int]:
+    def wait(self, indices: Sequence[int], *, with_earlier: bool = False) -> Sequence[int]:
         """Waits until the gradients of these parameters can be used: now, or on a device on the current stream.
 
-        Returns them; on a device with those that share a block with them. Raises network failures.
+        Returns them. ``with_earlier``: on a device also orders the stream behind those that can be used as early, and
+        returns them, each once in an iteration. Raises network failures.
         """
         tensors = [self.places[index][0] for index in indices]
         self._wait(lambda: self._engine.wait(tensors, _WAIT_SLICE_NS, queued=self.on_device))
         if not self.on_device:
             return indices
-        usable = self._parameters_of({*tensors, *self._engine.queued_no_later_than(tensors)})
-        self._transport.order_behind([self.places[index][1:] for index in usable])
-        return usable
+        if with_earlier:
+            earlier = self._engine.queued_no_later_than(tensors, self._seen.queued)
+            self._seen.queued += len(earlier)
+            indices = self._parameters_of({*tensors, *earlier})
+        self._transport.order_behind([self.places[index][1:] for index in indices])
+        return indices
 
     def wait_all(self) -> None:
         """``wait`` for all gradients of the iteration."""
@@ -177,8 +190,8 @@ class GradientExchange:
 
     def newly_arrived(self) -> list[int]:
         """Parameters whose gradients have arrived since the last call in this iteration."""
-        tensors = self._engine.arrivals(self._arrivals_seen)
-        self._arrivals_seen += len(tensors)
+        tensors = self._engine.arrivals(self._seen.arrived)
+        self._seen.arrived += len(tensors)
         return self._parameters_of(tensors)
 
     def wire_bytes(self, plan: _core.Plan) -> int:
