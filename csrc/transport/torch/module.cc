@@ -248,13 +248,13 @@ PYBIND11_MODULE(_c10d, module) {
            py::arg("host_of") = std::vector<int>{})
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<C10dTransport&>(), self); })
+      .def("expect", &C10dTransport::expect, py::arg("blocks"), WithoutGil(),
+           "CUDA: these blocks, each (buffer, ranges), are written and started from now on. Nothing may be in flight.")
       .def("on_written", &C10dTransport::on_written, py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
            WithoutGil(), "CUDA: this thread's current stream has just been given the kernels that write these bytes.")
       .def("order_behind", &C10dTransport::order_behind, py::arg("places"), WithoutGil(),
            "CUDA: what this thread's current stream is given from now on runs behind the traffic of these places (of "
            "buffer, lo_bytes, hi_bytes), as far as the engine has called it queued.")
-      .def("forget_ranges", &C10dTransport::forget_ranges, WithoutGil(),
-           "CUDA: gradients lie elsewhere in the buffers from now on. Nothing may be in flight.")
       .def("replace_buffer", &C10dTransport::replace_buffer, py::arg("buffer"), py::arg("tensor"), WithoutGil(),
            "Blocks of this buffer are carried from and into other memory from now on. Nothing may be in flight.")
       .def("set_groups", &gradcast::set_groups, py::arg("buffer"), py::arg("segments"), py::arg("residual"),

@@ -60,6 +60,7 @@ class GradientExchange:
                 self.lay_out(order)
         self.profile, self.plan = profile, plan
         self._engine.follow(profile, plan)
+        self._transport.expect([(each.buffer, each.ranges) for each in plan.blocks if each.op != "all_gather"])
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Lays the gradients out anew, in new memory if the program keeps old ones. REQUIRES: as
@@ -67,8 +68,6 @@ class GradientExchange:
         self.wait_until_idle()
         before = list(self.buffers.flats)
         self.buffers.lay_out(order)
-        if self.on_device:
-            self._transport.forget_ranges()
         for buffer, (old, new) in enumerate(zip(before, self.buffers.flats, strict=True)):
             if new is not old:
                 self._transport.replace_buffer(buffer, new)
