@@ -152,7 +152,7 @@ class Warmup(pending.Owner):
             return WarmupResult(profile, unseen)
         hosts, wire = self._group.hosts, self._options.wire
         form = exchange_form(hosts, wire, on_device=self._parameters[0].device.type != "cpu")
-        profile = with_exchange(profile, MeasuredExchange(hosts, form, wire))
+        profile = with_exchange(profile, MeasuredExchange(hosts, form, wire, self._group.backend))
         samples = measured_profile.block_samples(ranks)
         steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
         variation = StepVariation(

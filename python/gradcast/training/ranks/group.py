@@ -64,6 +64,12 @@ class Group(RanksTogether):
     # Frees ``own`` if the program drops this object without leave(); attach makes it.
     dropped: "weakref.finalize[..., Group] | None" = None
 
+    @property
+    def backend(self) -> str:
+        """That of blocks. REQUIRES: several ranks, and a device."""
+        assert self.device is not None, "attach knows it"
+        return backend_of(self.shared, self.device.type)
+
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Copies rank 0's values into these tensors of every rank, in pieces of a few MB. Collective; nothing else of
         ``own`` may be in flight.
@@ -81,7 +87,7 @@ class Group(RanksTogether):
         training. Otherwise it connects them at the first block, since with "cpu:gloo,cuda:nccl" the ranks' agreements
         go over Gloo. Does nothing over other backends. ``each_to_each``: for the all-to-all of a narrow wire.
         Collective."""
-        if self.device is None or backend_of(self.shared, self.device.type) != "nccl":
+        if self.device is None or self.backend != "nccl":
             return
         self.meet()
         devices = "each rank's device with each other" if each_to_each else "the ranks' devices"
