@@ -97,6 +97,13 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> average_bucket_in_python(c10d::
       average_bucket(group, bucket, piece_bytes, std::move(result)));
 }
 
+void connect_for(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device, const std::string& op,
+                 at::ScalarType type, int64_t size_bytes, std::optional<at::ScalarType> wire) {
+  for (const Op each : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather})
+    if (op == to_string(each)) return connect(*group, device, {each, type, size_bytes, wire});
+  throw std::invalid_argument("there is no operation " + op);
+}
+
 void bind_tensor_lists(py::module_& module) {
   module.def("mark_pending", &mark_pending, py::arg("base"), py::arg("tensors"), py::arg("class_for"),
              "Makes tensors pending: see pending.py. Returns how many were not.");
@@ -210,8 +217,9 @@ PYBIND11_MODULE(_c10d, module) {
              "Rank 0's bytes. Collective.");
   module.def("copy_from_first", &gradcast::copy_from_first, py::arg("process_group"), py::arg("tensors"), WithoutGil(),
              "Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective.");
-  module.def("connect", &gradcast::connect, py::arg("process_group"), py::arg("device"), py::arg("each_to_each"),
-             WithoutGil(), "Carries out what blocks on this device are carried out with. Collective.");
+  module.def("connect", &gradcast::connect_for, py::arg("process_group"), py::arg("device"), py::arg("op"),
+             py::arg("dtype"), py::arg("size_bytes"), py::arg("wire"), WithoutGil(),
+             "Sends zeros as a block of this kind and size is sent on this device. Collective.");
   module.def("all_reduce", &gradcast::all_reduce, py::arg("process_group"), py::arg("tensor"), WithoutGil(),
              "Sums a contiguous tensor over the ranks, in place. Collective.");
   module.def("send", &gradcast::send, py::arg("process_group"), py::arg("tensor"), py::arg("peer"),

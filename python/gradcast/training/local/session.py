@@ -29,7 +29,7 @@ from gradcast.training.local.pacing import Pacing
 from gradcast.training.local.rounds import FragmentExchange, Rounds
 from gradcast.training.model_layout import ModelLayout
 from gradcast.training.plan.balancing import SamplerCall
-from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.group import DDP_MESSAGES, Group
 from gradcast.training.ranks.group_pool import lasting_group
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
 from gradcast.training.sessions.kinds import Setup, TrainingSession
@@ -57,7 +57,7 @@ def inside_hosts(accepted: Accepted, group: Group, max_ctas: int | None = None) 
     backend = dist.get_backend_config(group.shared)
     group.meet()
     inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host", max_ctas)
-    Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect()
+    Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect(DDP_MESSAGES)
     group.meet()
     return HiddenDdp(accepted.called, inside, broadcast_buffers=True)
 
