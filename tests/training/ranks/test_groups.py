@@ -174,7 +174,7 @@ def test_the_group_inside_of_a_host_is_connected_too(rank):
     device = torch.device("cuda", 0)
     with (
         mock.patch.object(session, "HiddenDdp") as hidden,
-        mock.patch.object(group, "backend_of", return_value="nccl"),
+        mock.patch.object(group.Group, "backend", "nccl"),
         mock.patch.object(together, "on_device", contextlib.nullcontext),
         mock.patch.object(group, "_has_room", return_value=True),
         mock.patch.object(extension.load(), "connect") as connect,
@@ -212,7 +212,7 @@ def as_on_a_device(connect):
         mock.patch.object(module_of_attach, "backend_of", return_value="nccl"),
         mock.patch.object(module_of_attach, "require_backend"),
         mock.patch.object(preflight, "backend_of", return_value="nccl"),
-        mock.patch.object(group, "backend_of", lambda _, kind: "gloo" if kind == "cpu" else "nccl"),
+        mock.patch.object(group.Group, "backend", "nccl"),
         mock.patch.object(group, "_timeout_of", return_value=TIMEOUT),
         mock.patch.object(group, "_has_room", return_value=True),
         mock.patch.object(together, "on_device", contextlib.nullcontext),
@@ -254,7 +254,7 @@ def test_what_a_plan_sends_is_connected_before_it_is_followed(rank, mode):
     native = mock.patch.object(
         extension.load(), "connect", lambda _g, _d, *what: connected.append(group.Message(*what))
     )
-    with native, mock.patch.object(group, "backend_of", return_value="nccl"):
+    with native, mock.patch.object(group.Group, "backend", "nccl"):
         attached = Attached(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), mode)
         exchange = session_of(attached.handle).exchange
         assert "all_reduce" in {each.op for each in connected[1:]}, "those of the warm-up, in attach"
@@ -285,7 +285,7 @@ def test_of_each_kind_of_message_the_largest_connects_once(rank):
     with native, mock.patch.object(group, "_has_room", lambda size, _: rank.index == 0 or size < 400 << 20):
         made.connect([large, small])
         assert calls == [], "over Gloo"
-        with mock.patch.object(group, "backend_of", return_value="nccl"), heard() as lines:
+        with mock.patch.object(group.Group, "backend", "nccl"), heard() as lines:
             made.connect([alike, large, small, double, small])
             made.connect([alike, small])
             made.connect([large._replace(size_bytes=300 << 20)])

@@ -87,8 +87,8 @@ class Group(RanksTogether):
     @property
     def backend(self) -> str:
         """The backend of blocks. REQUIRES: several ranks, and a device."""
-        assert self.device is not None, "attach knows it"
-        return backend_of(self.shared, self.device.type)
+        # Not by torch's list of groups, which does not have a quorum's.
+        return str(self.own._get_backend(self.device).name())
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Copies rank 0's values into these tensors of every rank, in pieces of a few MB. Collective; nothing else of
