@@ -32,7 +32,11 @@ def saved(tmp_path):
 
 
 def test_it_is_kept_in_the_file():
-    assert exchange_of(profile(TWO_BY_FOUR)) == TWO_BY_FOUR
+    over_nccl = MeasuredExchange(Hosts.even(4, 1), FLAT, "bf16", "nccl")
+    for each in (TWO_BY_FOUR, over_nccl):
+        assert exchange_of(profile(each)) == each
+    assert exchange_of(in_a_ring(profile(over_nccl))).backend == "nccl"
+    assert over_nccl.describe() == "4 hosts of 1 rank, bf16 on the wire, over nccl"
     assert exchange_of(profile()) is None
 
 

@@ -8,8 +8,8 @@ from gradcast.host_traffic import FLAT, RING, TWO_LEVEL, Hosts, leaving_share
 from gradcast.scaling.other_workers import for_workers, why_not
 
 
-def on(count, ranks_per_host=1, form=RING, wire="fp32"):
-    return MeasuredExchange(Hosts.even(count, ranks_per_host), form, wire)
+def on(count, ranks_per_host=1, form=RING, wire="fp32", backend="gloo"):
+    return MeasuredExchange(Hosts.even(count, ranks_per_host), form, wire, backend)
 
 
 def uneven(*host_of):
@@ -62,6 +62,7 @@ def test_bytes_cost_as_many_as_leave_a_host_and_start_up_grows_with_the_steps(be
         (on(1, 4), on(2, 4), "without a network"),
         (on(2), on(1), "without a network"),
         (on(4), on(2, 2, TWO_LEVEL), "it was measured on 4 hosts of 1 rank, this training is on 2 hosts of 2 ranks"),
+        (on(4), on(3, backend="nccl"), "4 hosts of 1 rank, this training is on 3 hosts of 1 rank, over nccl"),
         (on(4), on(3, 1, FLAT, "int8"), "this training is on 3 hosts of 1 rank, int8 on the wire"),
         (
             MeasuredExchange(Hosts((0, 0, 1)), RING, "fp32"),

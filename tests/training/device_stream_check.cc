@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,6 +26,10 @@ class FakeDevice {
  public:
   using Place = std::pair<c10::StreamId, size_t>;  // behind so many entries of a stream
 
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    streams_.clear();
+  }
   size_t add_kernel(c10::StreamId stream) { return add(stream, {}); }
   void finish(c10::StreamId stream, size_t kernel) {
     const std::lock_guard lock(mutex_);
@@ -67,6 +72,9 @@ thread_local c10::StreamId current_stream = 0;
 // Device 0 in a thread that has chosen none. Calls for another device go back to it, and it takes memory.
 thread_local c10::DeviceIndex current_device = 0;
 std::atomic<int> calls_from_device_0 = 0;
+std::atomic<int> records = 0;
+std::mutex asked_mutex;
+std::vector<const void*> asked;  // events, by each query
 
 void come_back() {
   if (current_device == 0) ++calls_from_device_0;
@@ -89,6 +97,7 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
     come_back();
+    ++records;
     if (*event == nullptr) *event = new FakeDevice::Place;
     *static_cast<FakeDevice::Place*>(*event) = fake.end_of(on.id());
   }
@@ -97,6 +106,10 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) fake.add_wait(on.id(), *static_cast<FakeDevice::Place*>(event));
   }
   bool queryEvent(void* event) const override {
+    {
+      const std::lock_guard lock(asked_mutex);
+      asked.push_back(event);
+    }
     return event == nullptr || fake.is_past(*static_cast<FakeDevice::Place*>(event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
@@ -110,28 +123,41 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
 // Starts and ends operations as the transport does, and notes what it is told of them.
 class Checked {
  public:
-  Checked() { stream_.enter_device(); }  // as a trainer's thread has
+  Checked() {
+    fake.clear();
+    stream_.enter_device();  // as a trainer's thread has
+  }
 
-  // Kernels that write: on the stream that is current where autograd runs, which is 0 here.
-  size_t write(int64_t lo, int64_t hi) {
-    const size_t kernel = fake.add_kernel(0);
+  // Blocks, each the ends of its ranges.
+  using Ends = std::vector<std::pair<int64_t, int64_t>>;
+  void expect(const std::vector<Ends>& blocks) {
+    std::vector<gradcast::DeviceStream::Block> expected;
+    for (const Ends& each : blocks)
+      expected.emplace_back(0, ranges_of(each));
+    stream_.expect(expected);
+  }
+  // Kernels that write, on a stream that is current where autograd runs; 0 in a thread that has chosen none.
+  size_t write(int64_t lo, int64_t hi, c10::StreamId stream) {
+    const c10::StreamId before = std::exchange(current_stream, stream);
+    const size_t kernel = fake.add_kernel(stream);
     stream_.on_written(0, {lo, hi});
+    current_stream = before;
     return kernel;
   }
-  void finish_write(size_t kernel) { fake.finish(0, kernel); }
+  size_t compute(c10::StreamId stream) { return fake.add_kernel(stream); }
+  void finish_write(size_t kernel, c10::StreamId stream) { fake.finish(stream, kernel); }
 
-  bool start(const std::string& name, int64_t lo, int64_t hi) {
-    const bool is_waiting = stream_.wait_for_writes(0, {lo, hi});
+  bool start(const std::string& name, const Ends& ranges) {
+    const bool is_waiting = stream_.wait_for_writes(0, ranges_of(ranges));
     if (is_waiting) stream_.watch(place(name + " began"));
     const std::lock_guard lock(mutex_);
     starts_[name] = fake.end_of(stream_.stream().id());
     return is_waiting;
   }
+  // What the stream on which operations start has been given: waits.
+  size_t waits() { return fake.end_of(stream_.stream().id()).second; }
   // The rest of the operation is a kernel, which runs after its start; its number on its stream is noted.
-  void end(const std::string& name, const std::vector<std::pair<int64_t, int64_t>>& ranges, bool fails) {
-    std::vector<gradcast::Range> carried;
-    for (const auto& [lo, hi] : ranges)
-      carried.push_back({lo, hi});
+  void end(const std::string& name, const Ends& ranges, bool fails) {
     const auto enqueue = [this, name, fails] {
       if (fails) throw std::runtime_error("no memory");
       const std::lock_guard lock(mutex_);
@@ -142,7 +168,7 @@ class Checked {
       const std::lock_guard lock(mutex_);
       queued_.push_back(name);
     };
-    stream_.end({0, std::move(carried), enqueue, queued, place(name + " ended")});
+    stream_.end({0, ranges_of(ranges), enqueue, queued, place(name + " ended")});
   }
   // False where it is not on its stream yet.
   bool finish_end(const std::string& name) {
@@ -159,10 +185,10 @@ class Checked {
   // `could_run`.
   size_t use(c10::StreamId stream, int64_t lo, int64_t hi) { return use_all(stream, {{lo, hi}}); }
   // The same for several ranges, with one call.
-  size_t use_all(c10::StreamId stream, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+  size_t use_all(c10::StreamId stream, const Ends& ranges) {
     std::vector<std::pair<int32_t, gradcast::Range>> places;
-    for (const auto& [lo, hi] : ranges)
-      places.push_back({0, {lo, hi}});
+    for (const gradcast::Range& each : ranges_of(ranges))
+      places.emplace_back(0, each);
     const c10::StreamId before = std::exchange(current_stream, stream);
     stream_.order_behind(places);
     current_stream = before;
@@ -170,11 +196,11 @@ class Checked {
   }
   bool could_run(c10::StreamId stream, size_t kernel) { return fake.is_past({stream, kernel}); }
   // By a thread of its own, which works for the device from its beginning.
-  bool start_elsewhere(const std::string& name, int64_t lo, int64_t hi) {
+  bool start_elsewhere(const std::string& name, const Ends& ranges) {
     bool is_waiting = false;
     std::thread([&] {
       stream_.enter_device();
-      is_waiting = start(name, lo, hi);
+      is_waiting = start(name, ranges);
     }).join();
     return is_waiting;
   }
@@ -186,6 +212,12 @@ class Checked {
   }
 
  private:
+  static std::vector<gradcast::Range> ranges_of(const Ends& ends) {
+    std::vector<gradcast::Range> ranges;
+    for (const auto& [lo, hi] : ends)
+      ranges.push_back({lo, hi});
+    return ranges;
+  }
   gradcast::DeviceStream::StreamPoint place(const std::string& text) {
     return {[this] { return given_up_.load(); },
             [this, text](const std::exception_ptr& error) {
@@ -207,8 +239,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto released = pybind11::call_guard<pybind11::gil_scoped_release>();
   pybind11::class_<Checked>(m, "Checked")
       .def(pybind11::init<>())
-      .def("write", &Checked::write)
-      .def("finish_write", &Checked::finish_write)
+      .def("expect", &Checked::expect)
+      .def("write", &Checked::write, pybind11::arg("lo"), pybind11::arg("hi"), pybind11::arg("stream") = 0)
+      .def("compute", &Checked::compute, pybind11::arg("stream") = 0)
+      .def("finish_write", &Checked::finish_write, pybind11::arg("kernel"), pybind11::arg("stream") = 0)
+      .def("waits", &Checked::waits)
       .def("start", &Checked::start)
       .def("end", &Checked::end, pybind11::arg("name"), pybind11::arg("ranges") = pybind11::tuple(),
            pybind11::arg("fails") = false)
@@ -224,6 +259,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("message_of_no_memory", [](const std::string& words) {
     return gradcast::exception_text(
         std::make_exception_ptr(c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words)));
+  });
+  m.def("records", [] { return records.load(); });
+  m.def("queries", [] {
+    const std::lock_guard lock(asked_mutex);
+    return asked.size();
+  });
+  // Different events among those that were asked since then.
+  m.def("asked_since", [](size_t queries) {
+    const std::lock_guard lock(asked_mutex);
+    return std::set<const void*>(asked.begin() + static_cast<std::ptrdiff_t>(queries), asked.end()).size();
   });
   m.def("calls_from_device_0", [] { return calls_from_device_0.load(); });
 }

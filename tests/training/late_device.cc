@@ -1,6 +1,7 @@
 // A device for tests, over the host's own transport: every operation is queued at once and runs only a while later, so
 // the host is ahead of it wherever it does not wait. What a stream would wait for, the caller waits for here. The
-// engine hears of a completion a moment after that, as it does of a device's.
+// engine hears of a completion a moment after that, as it does of a device's. A block that was not expected, or whose
+// bytes have not all been written once since it was started last, fails.
 //
 // Thread safety: any thread.
 #include <pybind11/pybind11.h>
@@ -54,7 +55,7 @@ class LateTransport final : public Transport, private CompletionSink {
     {
       const std::lock_guard lock(mutex_);
       const std::vector<Range> ranges(operation.ranges, operation.ranges + operation.range_count);
-      const Late late{operation, ranges, Clock::now() + delay_};
+      const Late late{operation, ranges, Clock::now() + delay_, is_written(operation, ranges)};
       open_[operation.ticket] = late;
       most_open_ = std::max(most_open_, std::ssize(open_));
       waiting_.push_back(late);
@@ -65,6 +66,24 @@ class LateTransport final : public Transport, private CompletionSink {
   void abort(const char* reason) noexcept override { inner_.abort(reason); }  // what is started later ends by it, too
   void close() noexcept override { inner_.close(); }
 
+  void expect(const std::vector<std::pair<int32_t, std::vector<std::pair<int64_t, int64_t>>>>& blocks) {
+    const std::lock_guard lock(mutex_);
+    expected_.clear();
+    for (const auto& [buffer, ends] : blocks) {
+      std::vector<Range> ranges;
+      for (const auto& [lo_bytes, hi_bytes] : ends)
+        ranges.push_back({lo_bytes, hi_bytes});
+      expected_.push_back({buffer, ranges, size_bytes(ranges)});
+    }
+  }
+  void on_written(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes) {
+    const std::lock_guard lock(mutex_);
+    for (Expected& block : expected_)
+      for (const Range& range : block.ranges)
+        if (block.buffer == buffer)
+          block.missing_bytes -=
+              std::max(int64_t{0}, std::min(range.hi_bytes, hi_bytes) - std::max(range.lo_bytes, lo_bytes));
+  }
   // Returns when nothing that has been started carries any of these bytes any more: buffer, lo_bytes, hi_bytes.
   void order_behind(const std::vector<std::tuple<int32_t, int64_t, int64_t>>& places) {
     std::unique_lock lock(mutex_);
@@ -105,7 +124,21 @@ class LateTransport final : public Transport, private CompletionSink {
     Operation operation;
     std::vector<Range> ranges;
     Clock::time_point due;
+    bool is_written;
   };
+  struct Expected {
+    int32_t buffer;
+    std::vector<Range> ranges;
+    int64_t missing_bytes;
+  };
+
+  // Once: then it has to be written again. An all-gather follows its reduce-scatter, so it is not asked for.
+  bool is_written(const Operation& operation, const std::vector<Range>& ranges) {
+    if (operation.op == Op::kAllGather) return true;
+    const auto block = std::ranges::find_if(
+        expected_, [&](const Expected& each) { return each.buffer == operation.buffer && each.ranges == ranges; });
+    return block != expected_.end() && std::exchange(block->missing_bytes, size_bytes(ranges)) == 0;
+  }
 
   void began(int64_t ticket) noexcept override { sink_->began(ticket); }
   void queued(int64_t) noexcept override {}
@@ -129,7 +162,11 @@ class LateTransport final : public Transport, private CompletionSink {
       lock.unlock();
       std::this_thread::sleep_until(late.due);
       late.operation.ranges = late.ranges.data();
-      fails_ ? complete(late.operation.ticket, "the cable is gone") : inner_.start(late.operation);
+      if (!late.is_written) {
+        complete(late.operation.ticket, "not all of the block's bytes have been written");
+      } else {
+        fails_ ? complete(late.operation.ticket, "the cable is gone") : inner_.start(late.operation);
+      }
       lock.lock();
     }
   }
@@ -143,6 +180,7 @@ class LateTransport final : public Transport, private CompletionSink {
   std::condition_variable changed_;
   std::map<int64_t, Late> open_;  // by ticket
   std::deque<Late> waiting_;
+  std::vector<Expected> expected_;
   ptrdiff_t most_open_ = 0;
   int64_t waited_count_ = 0;
   std::atomic<bool> fails_ = false;
@@ -160,8 +198,8 @@ PYBIND11_MODULE(_late_device, module) {
       .def(py::init<py::object, int64_t>(), py::arg("inner"), py::arg("delay_us"))
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<LateTransport&>(), self); })
-      .def("on_written", [](LateTransport&, int32_t, int64_t, int64_t) {})
-      .def("forget_ranges", [](LateTransport&) {})
+      .def("expect", &LateTransport::expect)
+      .def("on_written", &LateTransport::on_written)
       .def("fail", &LateTransport::fail)
       .def_property_readonly("most_open", &LateTransport::most_open)
       .def("order_behind", &LateTransport::order_behind, py::call_guard<py::gil_scoped_release>())

@@ -30,7 +30,7 @@ class RangeMap {
     values[range.lo_bytes] = {range.hi_bytes, value};
   }
 
-  // Calls `action` with the value of each entry that overlaps the range, in ascending order.
+  // Calls `action` with the bytes and the value of each entry that overlaps the range, in ascending order.
   template <typename Action>
   void for_each(int32_t buffer, Range range, const Action& action) const {
     const auto values = values_.find(buffer);
@@ -40,7 +40,7 @@ class RangeMap {
     // The entry before this range may reach into it.
     if (each != entries.begin() && std::prev(each)->second.first > range.lo_bytes) --each;
     for (; each != entries.end() && each->first < range.hi_bytes; ++each)
-      action(each->second.second);
+      action(Range{each->first, each->second.first}, each->second.second);
   }
 
   void clear() { values_.clear(); }

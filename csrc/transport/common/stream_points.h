@@ -1,12 +1,11 @@
-// Points of a device's streams that are watched until the streams have passed them.
+// Points of one stream of a device that are watched until the stream has passed them.
 //
 // Thread safety: any thread, one at a time.
 #pragma once
 
+#include <deque>
 #include <exception>
 #include <functional>
-#include <iterator>
-#include <list>
 #include <utility>
 
 namespace gradcast {
@@ -18,51 +17,27 @@ class StreamPoints {
     std::function<void(std::exception_ptr)> passed;  // called once then, with what is_past() has thrown; must not throw
   };
 
-  // REQUIRES: a stream's points are added in the order in which it passes them.
-  void add(Point point) { watched_.push_back({std::move(point), nullptr}); }
+  // REQUIRES: points are added in the order in which the stream passes them.
+  void add(Point point) { watched_.push_back(std::move(point)); }
   bool empty() const { return watched_.empty(); }
 
-  // For points of one stream: asks no further than the first that it has not passed.
-  void report_passed_in_order() {
-    while (!watched_.empty() && is_past(watched_.front())) {
-      const Watched first = std::move(watched_.front());
-      watched_.pop_front();
-      first.point.passed(first.error);
-    }
-  }
-
-  // For points of several streams.
+  // Asks no further than the first that the stream has not passed.
   void report_passed() {
-    std::list<Watched> passed;
-    // Asks the last ones first. If a point is passed, so are all that it waits for; those are reported before it.
-    for (auto each = watched_.end(); each != watched_.begin();) {
-      const auto here = std::prev(each);
-      if (is_past(*here)) {
-        passed.splice(passed.begin(), watched_, here);
-      } else {
-        each = here;
+    while (!watched_.empty()) {
+      std::exception_ptr error;
+      try {
+        if (!watched_.front().is_past()) return;
+      } catch (...) {
+        error = std::current_exception();
       }
+      const Point first = std::move(watched_.front());
+      watched_.pop_front();
+      first.passed(error);
     }
-    for (const Watched& each : passed)
-      each.point.passed(each.error);
   }
 
  private:
-  struct Watched {
-    Point point;
-    std::exception_ptr error;
-  };
-
-  static bool is_past(Watched& watched) {
-    try {
-      return watched.point.is_past();
-    } catch (...) {
-      watched.error = std::current_exception();
-      return true;
-    }
-  }
-
-  std::list<Watched> watched_;
+  std::deque<Point> watched_;
 };
 
 }  // namespace gradcast

@@ -91,7 +91,7 @@ void NcclTransport::settle(const Operation& operation) {
       if (gate_.aborted()) {
         throw Error(ErrorCode::kCommunication, "given up");  // nobody sees this: the abort has completed everything
       }
-      flights_.report_passed_in_order();
+      flights_.report_passed();
     });
   } catch (const Error& error) {
     gate_.abort(what_failed(operation, error.what()).c_str());
@@ -205,14 +205,14 @@ void NcclTransport::run() {
     for (const Started& each : wait(deadline_ns, is_given_up)) {
       if (gate_.aborted()) break;
       launch(each.operation);
-      flights_.report_passed_in_order();
+      flights_.report_passed();
     }
     if (gate_.aborted()) {
       // Also if nothing is in flight: the peers must learn of it, and work on the stream must end.
       communicator_->give_up();
       is_given_up = true;
     }
-    flights_.report_passed_in_order();
+    flights_.report_passed();
   } while (!flights_.empty() || !is_closing());
 }
 

@@ -190,11 +190,9 @@ void C10dTransport::launch(const Operation& operation) {
   const std::span<const Range> ranges = ranges_of(operation);
   c10::OptionalStreamGuard guard;
   if (buffer.stream != nullptr) {
-    bool is_waiting = false;
-    for (const Range& range : ranges) {
-      is_waiting = buffer.stream->wait_for_writes(operation.buffer, range) || is_waiting;
+    if (buffer.stream->wait_for_writes(operation.buffer, ranges)) {
+      Flight::watch_beginning(*buffer.stream, gate_, operation.ticket);
     }
-    if (is_waiting) Flight::watch_beginning(*buffer.stream, gate_, operation.ticket);
     guard.reset_stream(buffer.stream->stream());
   }
   const RangeViews views(buffer.tensor, ranges);
@@ -275,9 +273,17 @@ void C10dTransport::order_behind(const std::vector<Place>& places) {
     stream->order_behind(used);
 }
 
-void C10dTransport::forget_ranges() {
-  for (const Buffer& each : buffers_)
-    if (each.stream != nullptr) each.stream->forget();
+void C10dTransport::expect(const std::vector<std::pair<int32_t, std::vector<Ends>>>& blocks) {
+  std::map<DeviceStream*, std::vector<DeviceStream::Block>> by_stream;
+  for (const auto& [buffer, ranges] : blocks) {
+    DeviceStream* const stream = buffer_at(buffer).stream.get();
+    if (stream == nullptr) continue;
+    DeviceStream::Block& block = by_stream[stream].emplace_back(buffer, std::vector<Range>());
+    for (const auto& [lo_bytes, hi_bytes] : ranges)
+      block.second.push_back({lo_bytes, hi_bytes});
+  }
+  for (const auto& [stream, expected] : by_stream)
+    stream->expect(expected);
 }
 
 void C10dTransport::replace_buffer(int32_t buffer, const at::Tensor& tensor) {

@@ -22,6 +22,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "gradcast/transport.h"
@@ -51,16 +52,17 @@ class C10dTransport final : public Transport {
   void abort(const char* reason) noexcept override;
   void close() noexcept override;
 
-  // CUDA: the calling thread's current stream has been given the kernels that write this range; operations that are
-  // started later wait for them. CPU: does nothing. Throws std::invalid_argument for an unknown buffer.
+  // CUDA: these blocks, each a buffer and the ends of its ranges, are written and started from now on. CPU: does nothing.
+  // Throws std::invalid_argument for an unknown buffer. REQUIRES: they are disjoint; nothing is in flight.
+  using Ends = std::pair<int64_t, int64_t>;  // lo_bytes, hi_bytes
+  void expect(const std::vector<std::pair<int32_t, std::vector<Ends>>>& blocks);
+  // CUDA: the calling thread's current stream has been given the kernels that write this range of expected blocks; these
+  // wait for them. CPU: does nothing. Throws as above.
   void on_written(int32_t buffer, int64_t lo_bytes, int64_t hi_bytes);
   // CUDA: orders the calling thread's current stream behind the operations on these bytes that have been reported as
   // queued. CPU: does nothing. Throws as above.
   using Place = std::tuple<int32_t, int64_t, int64_t>;  // buffer, lo_bytes, hi_bytes
   void order_behind(const std::vector<Place>& places);
-
-  // To be called when gradients lie elsewhere in the buffers from now on. REQUIRES: nothing is in flight.
-  void forget_ranges();
 
   // Blocks of this buffer are carried from and into `tensor` from now on, without groups: set_groups() must follow.
   // An empty tensor lets go of the memory, until the next call and before the next block. Throws std::invalid_argument

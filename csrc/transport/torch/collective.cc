@@ -18,9 +18,6 @@ namespace gradcast {
 
 namespace {
 
-// One number, and DDP's first and other buckets, which blocks resemble.
-constexpr int64_t kFirstBytes[] = {sizeof(float), 1 << 20, 25 << 20};
-
 using Work = c10::intrusive_ptr<c10d::Work>;
 
 // torch 2.15 has new names for two collectives and warns of the old ones.
@@ -166,19 +163,15 @@ c10::intrusive_ptr<c10d::Work> all_gather_flat(c10d::ProcessGroup& group, at::Te
   return gather(group, everyone, own);
 }
 
-void connect(c10d::ProcessGroup& group, at::Device device, bool each_to_each) {
+void connect(c10d::ProcessGroup& group, at::Device device, const Message& message) {
   const at::NoGradGuard no_grad;
-  for (const int64_t size_bytes : kFirstBytes) {
-    const std::vector<Range> whole = {{0, size_bytes}};
-    const int64_t count = size_bytes / static_cast<int64_t>(sizeof(float));
-    const RangeViews views(at::zeros({count}, at::TensorOptions(at::kFloat).device(device)), whole);
-    if (each_to_each) {
-      start_wire_all_reduce_on_stream(group, views, at::kBFloat16).work->wait();
-    } else {
-      for (const Op op : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather})
-        start_collective(group, op, views).work->wait();
-    }
-  }
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(message.type));
+  const int64_t count = std::max<int64_t>(1, message.size_bytes / element_bytes);
+  const std::vector<Range> whole = {{0, count * element_bytes}};
+  const RangeViews views(at::zeros({count}, at::TensorOptions(message.type).device(device)), whole);
+  const Collective started = message.wire ? start_wire_all_reduce_on_stream(group, views, *message.wire)
+                                          : start_collective(group, message.op, views);
+  started.work->wait();
 }
 
 }  // namespace gradcast

@@ -4,8 +4,11 @@
 // Thread safety: pure; any thread. A group is called by one thread at a time.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <exception>
 #include <functional>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -39,10 +42,14 @@ Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const Rang
 // Every rank's `own`, in rank order, into `everyone`, which has room for that.
 c10::intrusive_ptr<c10d::Work> all_gather_flat(c10d::ProcessGroup& group, at::Tensor& everyone, at::Tensor& own);
 
-// Carries out the operations of blocks on this device once, so that nothing is connected in the first steps: NCCL
-// connects the ranks for each kind of operation, and for each algorithm, when it uses it first, and the number of bytes
-// decides the algorithm. `each_to_each`: the operations of a narrow wire; otherwise those of whole numbers. Collective;
-// REQUIRES: nothing else of the group is in flight.
-void connect(c10d::ProcessGroup& group, at::Device device, bool each_to_each);
+// A block on its way. `wire`: of start_wire_all_reduce_on_stream.
+struct Message {
+  Op op = Op::kAllReduce;
+  c10::ScalarType type = c10::kFloat;
+  int64_t size_bytes = 0;
+  std::optional<c10::ScalarType> wire{};
+};
+// Sends zeros like this message, in memory of their own. Collective; REQUIRES: nothing else of the group is in flight.
+void connect(c10d::ProcessGroup& group, at::Device device, const Message& message);
 
 }  // namespace gradcast

@@ -4,7 +4,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <iterator>
 #include <set>
+#include <stdexcept>
 
 #include "platform/capture.h"
 #include "platform/thread.h"
@@ -19,6 +21,10 @@ constexpr int64_t kPollPeriodNs = 50'000;
 
 StreamPoints::Point watched(const std::shared_ptr<const c10::Event>& event, const DeviceStream::StreamPoint& point) {
   return {[event, given_up = point.given_up] { return event->query() || given_up(); }, point.passed};
+}
+
+int64_t common_bytes(Range one, Range other) {
+  return std::min(one.hi_bytes, other.hi_bytes) - std::max(one.lo_bytes, other.lo_bytes);
 }
 
 }  // namespace
@@ -39,45 +45,64 @@ void DeviceStream::enter_device() const noexcept {
   stay_out_of_captures();
 }
 
-// Records on the caller's stream, so the event covers exactly the kernels that were queued so far.
-void DeviceStream::on_written(int32_t buffer, Range range) {
-  const c10::Stream writer = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  MutexLock lock(writes_mutex_);
-  auto& events = writes_[buffer];
-  const auto place = events.try_emplace({range.lo_bytes, range.hi_bytes}, device_.type()).first;
-  place->second.record(writer);
-}
-
-bool DeviceStream::wait_for_writes(int32_t buffer, Range range) {
-  bool is_waiting = false;
-  MutexLock lock(writes_mutex_);
-  const Writes& writes = writes_[buffer];
-  const auto wait_for = [&](const Writes::value_type& write) {
-    if (write.first.second <= range.lo_bytes) return;
-    write.second.block(stream_);
-    is_waiting = is_waiting || !write.second.query();
-  };
-  // What begins with the buffer may reach anywhere; of the others, one before this range may reach into it.
-  const auto behind_first = writes.lower_bound({1, 0});
-  for (auto each = writes.begin(); each != behind_first; ++each)
-    wait_for(*each);
-  auto each = writes.lower_bound({std::max<int64_t>(range.lo_bytes, 1), 0});
-  if (each != behind_first) --each;
-  for (; each != writes.end() && each->first.first < range.hi_bytes; ++each)
-    wait_for(*each);
-  return is_waiting;
-}
-
-void DeviceStream::forget() {
+void DeviceStream::expect(const std::vector<Block>& blocks) {
   // Destroyed without the locks, as in note_end().
-  std::map<int32_t, Writes> writes;
-  RangeMap<std::shared_ptr<const c10::Event>> ends;
+  decltype(writes_) writes;
+  decltype(ends_) ends;
+  decltype(writes_)::Values none;
+  for (const auto& [buffer, ranges] : blocks) {
+    const auto block = std::make_shared<Writes>(size_bytes(ranges));
+    for (const Range& range : ranges)
+      writes.set(buffer, range, block, none);
+  }
   {
     MutexLock lock(writes_mutex_);
     std::swap(writes, writes_);
   }
   MutexLock lock(ends_mutex_);
   std::swap(ends, ends_);
+}
+
+void DeviceStream::on_written(int32_t buffer, Range range) {
+  const c10::Stream writer = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  Marks recorded;  // one serves all blocks that carry a part of this gradient
+  MutexLock lock(writes_mutex_);
+  writes_.for_each(buffer, range, [&](Range part, const std::shared_ptr<Writes>& block) {
+    if (std::ranges::find(block->unmarked, writer) == block->unmarked.end()) block->unmarked.push_back(writer);
+    block->written_bytes += common_bytes(part, range);
+    if (block->written_bytes >= block->size_bytes) mark(*block, recorded);
+  });
+}
+
+bool DeviceStream::wait_for_writes(int32_t buffer, std::span<const Range> ranges) {
+  std::vector<Mark> marks;
+  int64_t expected_bytes = 0;
+  {
+    Marks recorded;
+    MutexLock lock(writes_mutex_);
+    for (const Range& range : ranges) {
+      writes_.for_each(buffer, range, [&](Range part, const std::shared_ptr<Writes>& block) {
+        expected_bytes += common_bytes(part, range);
+        mark(*block, recorded);  // in case that not all of its bytes are written
+        std::ranges::move(block->marks, std::back_inserter(marks));
+        *block = {block->size_bytes};
+      });
+    }
+  }
+  if (expected_bytes != size_bytes(ranges)) throw std::invalid_argument("these bytes are no block of the plan");
+  for (const Mark& each : marks)
+    each->block(stream_);
+  return !std::ranges::all_of(marks, [](const Mark& each) { return each->query(); });
+}
+
+// Records on each stream that has written, so the event covers exactly the kernels that it was given so far.
+void DeviceStream::mark(Writes& block, Marks& recorded) const {
+  for (const c10::Stream& writer : block.unmarked) {
+    Mark& event = recorded[writer];
+    if (event == nullptr) event = recorded_on(writer);
+    block.marks.push_back(event);
+  }
+  block.unmarked.clear();
 }
 
 void DeviceStream::watch(StreamPoint here) {
@@ -101,7 +126,7 @@ void DeviceStream::order_behind(const std::vector<std::pair<int32_t, Range>>& pl
   std::set<const c10::Event*> waited;
   MutexLock lock(ends_mutex_);
   for (const auto& [buffer, range] : places) {
-    ends_.for_each(buffer, range, [&](const auto& event) {
+    ends_.for_each(buffer, range, [&](Range, const Mark& event) {
       if (waited.insert(event.get()).second) event->block(here);
     });
   }
@@ -116,7 +141,7 @@ void DeviceStream::close() {
   if (thread_.joinable()) thread_.join();
 }
 
-std::shared_ptr<const c10::Event> DeviceStream::recorded_on(const c10::Stream& stream) const {
+DeviceStream::Mark DeviceStream::recorded_on(const c10::Stream& stream) const {
   auto event = std::make_shared<c10::Event>(device_.type());
   event->record(stream);
   return event;
@@ -127,14 +152,15 @@ void DeviceStream::loop() {
   wake_promptly();
   enter_device();
   MutexLock lock(mutex_);
-  while (!closed_ || !watched_.empty()) {
+  while (!closed_ || is_watching()) {
     wait_for_tasks();
     std::deque<Task> tasks;
     tasks.swap(tasks_);
     const bool is_closing = closed_;
     lock.unlock();
     if (!is_closing) take(tasks);
-    watched_.report_passed();
+    begin_points_.report_passed();
+    end_points_.report_passed();
     tasks.clear();  // destroys what belongs to operations, which must not happen under the lock
     lock.lock();
   }
@@ -142,7 +168,7 @@ void DeviceStream::loop() {
 
 // Until there is a task or the end; for one poll period at most while points are watched.
 void DeviceStream::wait_for_tasks() {
-  if (watched_.empty()) {
+  if (!is_watching()) {
     while (!closed_ && tasks_.empty())
       changed_.wait(mutex_);
     return;
@@ -155,7 +181,7 @@ void DeviceStream::wait_for_tasks() {
 void DeviceStream::take(std::deque<Task>& tasks) {
   for (Task& task : tasks) {
     if (auto* point = std::get_if<StreamPoints::Point>(&task)) {
-      watched_.add(std::move(*point));
+      begin_points_.add(std::move(*point));
     } else {
       put_on_stream(std::get<Ending>(task));
     }
@@ -169,14 +195,17 @@ void DeviceStream::put_on_stream(const Ending& ending) {
     ending.enqueue();
     const auto event = recorded_on(end_stream_);
     note_end(ending, event);
-    watched_.add(watched(event, ending.past_it));
+    end_points_.add(watched(event, {ending.past_it.given_up, [this, passed = ending.past_it.passed](const auto& error) {
+                                      begin_points_.report_passed();  // it has begun before it has ended
+                                      passed(error);
+                                    }}));
     ending.queued();
   } catch (...) {
     ending.past_it.passed(std::current_exception());
   }
 }
 
-void DeviceStream::note_end(const Ending& ending, const std::shared_ptr<const c10::Event>& event) {
+void DeviceStream::note_end(const Ending& ending, const Mark& event) {
   decltype(ends_)::Values
       replaced;  // destroyed without the lock: tools that watch the device may ask for the GIL there
   MutexLock lock(ends_mutex_);

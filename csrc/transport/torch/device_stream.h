@@ -2,7 +2,14 @@
 //
 // Operations start on the first stream, which waits for the kernels that write the bytes to be sent. Their ends are
 // waited for on the second one, so that an end is never late because the next operation waits for its gradients. A
-// thread named "gradcast-wait" reports when a stream has passed a point.
+// thread named "gradcast-wait" reports when a stream has passed a point. It asks for the first open point of each
+// stream only.
+//
+// What writes a block is marked by one event per stream that has written to it, recorded where the last of the block's
+// bytes are given to a stream. An event per gradient would cost the thread of autograd a call of the device's for each.
+// An event recorded where the block starts would come too late: a block waits for room in flight while backward runs
+// ahead, and would then wait for all kernels that backward has queued meanwhile. If several streams have written, the
+// events of the others come somewhat later than their last gradient of the block; never too early.
 //
 // Work that follows an operation need not wait on the host either: the end is an event on the second stream, and any
 // other stream can wait for it as soon as it is recorded.
@@ -20,9 +27,10 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
+#include <span>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -55,14 +63,17 @@ class DeviceStream {
   // thread that captures a CUDA graph would meet the events that this thread asks for.
   void enter_device() const noexcept;
 
-  // The calling thread's current stream has been given the kernels that write this range. REQUIRES: written ranges are
-  // disjoint or begin with the buffer, until the next forget().
+  // A block: a buffer and ranges of it.
+  using Block = std::pair<int32_t, std::vector<Range>>;
+  // These blocks are written and started from now on: drops what is known of earlier ones. REQUIRES: they are disjoint,
+  // and nothing is in flight.
+  void expect(const std::vector<Block>& blocks) GC_EXCLUDES(writes_mutex_, ends_mutex_);
+  // The calling thread's current stream has been given the kernels that write this range. REQUIRES: the range is part of
+  // expected blocks; until these start, it is written once.
   void on_written(int32_t buffer, Range range) GC_EXCLUDES(writes_mutex_);
-  // Orders the stream behind these kernels, as far as the ranges overlap. Returns whether one of them has still to run.
-  bool wait_for_writes(int32_t buffer, Range range) GC_EXCLUDES(writes_mutex_);
-
-  // Other ranges are written and arrive from now on: drops what is known of earlier ones. REQUIRES: nothing is in flight.
-  void forget() GC_EXCLUDES(writes_mutex_, ends_mutex_);
+  // Orders the stream behind the kernels that have written the block. Returns whether one of them has still to run.
+  // Throws std::invalid_argument for bytes that no expected block has.
+  bool wait_for_writes(int32_t buffer, std::span<const Range> ranges) GC_EXCLUDES(writes_mutex_);
 
   // Reports when the stream has passed the point where it is now.
   void watch(StreamPoint here) GC_EXCLUDES(mutex_);
@@ -86,28 +97,39 @@ class DeviceStream {
 
  private:
   using Task = std::variant<StreamPoints::Point, Ending>;
+  using Mark = std::shared_ptr<const c10::Event>;
+  using Marks = std::unordered_map<c10::Stream, Mark>;
+  // Writes to a block since it was started last.
+  struct Writes {
+    int64_t size_bytes;  // of the block
+    int64_t written_bytes = 0;
+    std::vector<c10::Stream> unmarked{};  // streams that have written since the last mark
+    std::vector<Mark> marks{};
+  };
 
-  std::shared_ptr<const c10::Event> recorded_on(const c10::Stream& stream) const;
+  Mark recorded_on(const c10::Stream& stream) const;
+  void mark(Writes& block, Marks& recorded) const;  // under writes_mutex_
   void post(Task task) GC_EXCLUDES(mutex_);
   void loop() GC_EXCLUDES(mutex_);
   void wait_for_tasks() GC_REQUIRES(mutex_);
+  bool is_watching() const { return !begin_points_.empty() || !end_points_.empty(); }
   void take(std::deque<Task>& tasks);
   void put_on_stream(const Ending& ending) GC_EXCLUDES(ends_mutex_);
-  void note_end(const Ending& ending, const std::shared_ptr<const c10::Event>& event) GC_EXCLUDES(ends_mutex_);
+  void note_end(const Ending& ending, const Mark& event) GC_EXCLUDES(ends_mutex_);
 
   const c10::Device device_;
   const c10::Stream stream_;
   const c10::Stream end_stream_;
 
   Mutex writes_mutex_;
-  // By buffer and range. An event is recorded again in each iteration.
-  using Writes = std::map<std::pair<int64_t, int64_t>, c10::Event>;
-  std::map<int32_t, Writes> writes_ GC_GUARDED_BY(writes_mutex_);
+  RangeMap<std::shared_ptr<Writes>> writes_ GC_GUARDED_BY(writes_mutex_);  // of the expected block of each byte
 
   Mutex ends_mutex_;
-  RangeMap<std::shared_ptr<const c10::Event>> ends_ GC_GUARDED_BY(ends_mutex_);  // of the last operation on each byte
+  RangeMap<Mark> ends_ GC_GUARDED_BY(ends_mutex_);  // of the last operation on each byte
 
-  StreamPoints watched_;  // the waiting thread's own
+  // The waiting thread's own.
+  StreamPoints begin_points_;  // of the first stream
+  StreamPoints end_points_;    // of the second one
 
   Mutex mutex_;
   CondVar changed_;

@@ -97,6 +97,13 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> average_bucket_in_python(c10d::
       average_bucket(group, bucket, piece_bytes, std::move(result)));
 }
 
+void connect_for(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device, const std::string& op,
+                 at::ScalarType type, int64_t size_bytes, std::optional<at::ScalarType> wire) {
+  for (const Op each : {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather})
+    if (op == to_string(each)) return connect(*group, device, {each, type, size_bytes, wire});
+  throw std::invalid_argument("there is no operation " + op);
+}
+
 void bind_tensor_lists(py::module_& module) {
   module.def("mark_pending", &mark_pending, py::arg("base"), py::arg("tensors"), py::arg("class_for"),
              "Makes tensors pending: see pending.py. Returns how many were not.");
@@ -211,8 +218,9 @@ PYBIND11_MODULE(_c10d, module) {
              "Rank 0's bytes. Collective.");
   module.def("copy_from_first", &gradcast::copy_from_first, py::arg("process_group"), py::arg("tensors"), WithoutGil(),
              "Rank 0's values into these tensors of every rank, in pieces of a few MB. Collective.");
-  module.def("connect", &gradcast::connect, py::arg("process_group"), py::arg("device"), py::arg("each_to_each"),
-             WithoutGil(), "Carries out what blocks on this device are carried out with. Collective.");
+  module.def("connect", &gradcast::connect_for, py::arg("process_group"), py::arg("device"), py::arg("op"),
+             py::arg("dtype"), py::arg("size_bytes"), py::arg("wire"), WithoutGil(),
+             "Sends zeros as a block of this kind and size is sent on this device. Collective.");
   module.def("all_reduce", &gradcast::all_reduce, py::arg("process_group"), py::arg("tensor"), WithoutGil(),
              "Sums a contiguous tensor over the ranks, in place. Collective.");
   module.def("send", &gradcast::send, py::arg("process_group"), py::arg("tensor"), py::arg("peer"),
@@ -249,13 +257,13 @@ PYBIND11_MODULE(_c10d, module) {
            py::arg("host_of") = std::vector<int>{})
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<C10dTransport&>(), self); })
+      .def("expect", &C10dTransport::expect, py::arg("blocks"), WithoutGil(),
+           "CUDA: these blocks, each (buffer, ranges), are written and started from now on. Nothing may be in flight.")
       .def("on_written", &C10dTransport::on_written, py::arg("buffer"), py::arg("lo_bytes"), py::arg("hi_bytes"),
            WithoutGil(), "CUDA: this thread's current stream has just been given the kernels that write these bytes.")
       .def("order_behind", &C10dTransport::order_behind, py::arg("places"), WithoutGil(),
            "CUDA: what this thread's current stream is given from now on runs behind the traffic of these places (of "
            "buffer, lo_bytes, hi_bytes), as far as the engine has called it queued.")
-      .def("forget_ranges", &C10dTransport::forget_ranges, WithoutGil(),
-           "CUDA: gradients lie elsewhere in the buffers from now on. Nothing may be in flight.")
       .def("replace_buffer", &C10dTransport::replace_buffer, py::arg("buffer"), py::arg("tensor"), WithoutGil(),
            "Blocks of this buffer are carried from and into other memory from now on. Nothing may be in flight.")
       .def("set_groups", &gradcast::set_groups, py::arg("buffer"), py::arg("segments"), py::arg("residual"),

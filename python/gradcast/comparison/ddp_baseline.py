@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 
 from gradcast import _core
-from gradcast.comparison.measured_exchange import in_a_ring
+from gradcast.comparison.measured_exchange import exchange_of, in_a_ring
 
-# torch's Gloo backend runs two operations at a time.
-IN_FLIGHT = 2
 # The bucket sizes that a user would try.
 SWEPT_CAPS_MIB = (1, 4, 8, 25, 50, 100)
 
@@ -28,15 +26,24 @@ def as_ddp_sends(profile: _core.Profile, size_bytes: Mapping[str, int]) -> _core
     return in_a_ring(profile).replace(tensors=[each.replace(bytes=size_bytes[each.name]) for each in sent])
 
 
+def in_flight(profile: _core.Profile) -> int:
+    """Returns how many buckets the backend that the profile was measured with carries at a time. torch's Gloo has two
+    threads; NCCL carries the operations of a communicator one after the other."""
+    exchange = exchange_of(profile)
+    return 2 if exchange is None or exchange.backend == "gloo" else 1
+
+
 def plan(
     profile: _core.Profile,
     caps_bytes: tuple[int, int],
     link: _core.LinkModel | None = None,
     *,
-    in_flight: int = IN_FLIGHT,
+    at_a_time: int | None = None,
 ) -> _core.Plan:
-    """A plan of DDP's buckets. ``caps_bytes``: of the first bucket and of the others. REQUIRES: there is a link."""
+    """A plan of DDP's buckets. ``caps_bytes``: of the first bucket and of the others. ``at_a_time``: that many buckets;
+    by default as many as the backend carries. REQUIRES: there is a link."""
     parameters = {"first_bytes": caps_bytes[0], "cap_bytes": caps_bytes[1]}
+    count = at_a_time or in_flight(profile)
     return _core.make_plan(
-        profile, link or profile.link, policy="ddp", mode="hook", in_flight=in_flight, parameters=parameters
+        profile, link or profile.link, policy="ddp", mode="hook", in_flight=count, parameters=parameters
     )

@@ -1,6 +1,6 @@
-"""The conditions under which a profile's link was measured: hosts, form and wire format. Pure."""
+"""The conditions under which a profile's link was measured: hosts, form, wire format and backend. Pure."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from gradcast import _core
 from gradcast.host_traffic import RING, TWO_LEVEL, Hosts, leaving_share
@@ -8,15 +8,17 @@ from gradcast.host_traffic import RING, TWO_LEVEL, Hosts, leaving_share
 
 @dataclass(frozen=True)
 class MeasuredExchange:
-    """``form`` and ``wire``: see host_traffic."""
+    """``form`` and ``wire``: see host_traffic. ``backend``: of torch.distributed."""
 
     hosts: Hosts
     form: str
     wire: str
+    backend: str = "gloo"
 
     def describe(self) -> str:
         levels = ", in two levels" if self.form == TWO_LEVEL else ""
-        return self.hosts.describe() + levels + (f", {self.wire} on the wire" if self.wire != "fp32" else "")
+        wire = f", {self.wire} on the wire" if self.wire != "fp32" else ""
+        return self.hosts.describe() + levels + wire + (f", over {self.backend}" if self.backend != "gloo" else "")
 
 
 def with_exchange(profile: _core.Profile, exchange: MeasuredExchange) -> _core.Profile:
@@ -28,7 +30,8 @@ def exchange_of(profile: _core.Profile) -> MeasuredExchange | None:
     found = profile.extra.get("exchange")
     if found is None or profile.link is None:
         return None
-    return MeasuredExchange(Hosts(tuple(found["host_of"])), found["form"], found["wire"])
+    backend = found.get("backend", "gloo")  # the first profiles have none
+    return MeasuredExchange(Hosts(tuple(found["host_of"])), found["form"], found["wire"], backend)
 
 
 def in_a_ring(profile: _core.Profile) -> _core.Profile:
@@ -38,4 +41,4 @@ def in_a_ring(profile: _core.Profile) -> _core.Profile:
         return profile
     share = leaving_share(found.hosts, RING) / leaving_share(found.hosts, found.form, found.wire)
     ring = profile.replace(link=profile.link.scaled(1, share))
-    return with_exchange(ring, MeasuredExchange(found.hosts, RING, "fp32"))
+    return with_exchange(ring, replace(found, form=RING, wire="fp32"))

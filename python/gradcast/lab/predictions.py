@@ -40,4 +40,6 @@ def mgwfbp_caps_mib(profile: _core.Profile) -> list[float]:
 
 def _mgwfbp_plan(profile: _core.Profile) -> _core.Plan:
     assert profile.link is not None
-    return _core.make_plan(profile, profile.link, policy="mgwfbp", mode="hook", in_flight=ddp_baseline.IN_FLIGHT)
+    return _core.make_plan(
+        profile, profile.link, policy="mgwfbp", mode="hook", in_flight=ddp_baseline.in_flight(profile)
+    )

@@ -17,7 +17,8 @@ def why_not(profile: _core.Profile, now: MeasuredExchange) -> str | None:
         return "it does not say on which hosts its network was measured"
     if 1 in (before.hosts.count, now.hosts.count):
         return "one of the two trainings is on one host, without a network"
-    if (before.hosts.ranks_per_host, before.form, before.wire) != (now.hosts.ranks_per_host, now.form, now.wire):
+    kinds = [(each.hosts.ranks_per_host, each.form, each.wire, each.backend) for each in (before, now)]
+    if kinds[0] != kinds[1]:
         return f"it was measured on {before.describe()}, this training is on {now.describe()}"
     if before.hosts.ranks_per_host is None:
         return "its hosts have different numbers of ranks"

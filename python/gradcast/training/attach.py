@@ -170,8 +170,6 @@ def _attached(
         _tell_of_backend(backend, options, mode, accepted.whole)
         _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
     options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
-    if accepted.device.type == "cuda" and group.world_size > 1 and options.wire != "fp32":
-        group.connect(each_to_each=True)
     callbacks = UpdateCallbacks(accepted.parameters, in_parts=mode == "overlap" and group.world_size > 1)
     setup = Setup(accepted, optimizers, group, options, callbacks)
     if mode == "ddp":

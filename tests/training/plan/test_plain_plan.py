@@ -5,6 +5,8 @@ import pytest
 from conftest import link_of
 from gradcast import _core
 from gradcast.comparison import ddp_baseline
+from gradcast.comparison.measured_exchange import MeasuredExchange, with_exchange
+from gradcast.host_traffic import RING, Hosts
 
 pytest.importorskip("training.needs")
 from gradcast.training.plan import proposals
@@ -49,6 +51,21 @@ def test_the_best_sizes(beta_ns_per_byte, alpha_ns, buckets_mib):
     given = profile(beta_ns_per_byte, alpha_ns)
     plan = proposals.baseline_plan(given)
     assert [block.size_bytes / MIB for block in plan.blocks] == buckets_mib
-    assert plan.in_flight == ddp_baseline.IN_FLIGHT, "nobody waits for one bucket before the next one is sent"
-    one_size = [ddp_baseline.plan(given, ddp_baseline.same_caps(cap), in_flight=1) for cap in (1, 4, 8, 25)]
+    assert plan.in_flight == 2, "nobody waits for one bucket before the next one is sent"
+    one_size = [ddp_baseline.plan(given, ddp_baseline.same_caps(cap), at_a_time=1) for cap in (1, 4, 8, 25)]
     assert one_by_one_ns(given, plan) <= 1.002 * min(each.predicted_ns for each in one_size)
+
+
+def over(backend, given):
+    return with_exchange(given, MeasuredExchange(Hosts.even(2, 1), RING, "fp32", backend))
+
+
+def test_nccl_carries_one_bucket_at_a_time():
+    """Two in flight would hide the start-up cost of one behind the other, and DDP would look too fast."""
+    given = profile(9.4, 8e6)
+    by_backend = {name: proposals.baseline_plan(over(name, given)) for name in ("gloo", "nccl", "mpi")}
+    assert {name: plan.in_flight for name, plan in by_backend.items()} == {"gloo": 2, "nccl": 1, "mpi": 1}
+    ranges = {tuple(block.ranges for block in plan.blocks) for plan in by_backend.values()}
+    assert len(ranges) == 1, "the choice of sizes is the same"
+    assert by_backend["nccl"].predicted_ns == one_by_one_ns(given, by_backend["nccl"])
+    assert by_backend["gloo"].predicted_ns < by_backend["nccl"].predicted_ns

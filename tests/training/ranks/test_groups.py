@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 
 import gradcast
-from training.attached import attach, error_of, heard, hosts_of, not_refused
+from training.attached import Attached, attach, error_of, heard, hosts_of, not_refused
+from training.inside import session_of
 from training.models import TASKS
 from training.needs import torch
 from training.pair import differences
@@ -236,14 +237,15 @@ def test_the_group_inside_of_a_host_is_connected_too(rank):
     device = torch.device("cuda", 0)
     with (
         mock.patch.object(session, "HiddenDdp") as hidden,
-        mock.patch.object(group, "backend_of", return_value="nccl"),
+        mock.patch.object(group.Group, "backend", "nccl"),
         mock.patch.object(together, "on_device", contextlib.nullcontext),
+        mock.patch.object(group, "_has_room", return_value=True),
         mock.patch.object(extension.load(), "connect") as connect,
     ):
         session.inside_hosts(mock.Mock(device=device), made)
     inside = hidden.call_args.args[1]
     assert inside.size() == 2
-    connect.assert_called_once_with(inside, device, each_to_each=False)
+    assert connect.mock_calls == [mock.call(inside, device, *each) for each in group.DDP_MESSAGES]
 
 
 @on_ranks(2)
@@ -273,37 +275,86 @@ def as_on_a_device(connect):
         mock.patch.object(module_of_attach, "backend_of", return_value="nccl"),
         mock.patch.object(module_of_attach, "require_backend"),
         mock.patch.object(preflight, "backend_of", return_value="nccl"),
-        mock.patch.object(group, "backend_of", lambda _, kind: "gloo" if kind == "cpu" else "nccl"),
+        mock.patch.object(group.Group, "backend", "nccl"),
         mock.patch.object(group, "_timeout_of", return_value=TIMEOUT),
+        mock.patch.object(group, "_has_room", return_value=True),
         mock.patch.object(together, "on_device", contextlib.nullcontext),
         mock.patch.object(extension.load(), "connect", connect),
     ):
         yield
 
 
-@pytest.mark.parametrize(
-    ("wire", "fails_for", "words"),
-    [
-        ("bf16", {"each_to_each": False}, "connecting the ranks' devices failed on rank"),
-        ("fp16", {"each_to_each": True}, "connecting each rank's device with each other failed on rank"),
-    ],
-)
+OPS = "all_reduce", "reduce_scatter", "all_gather"
+NUMBER = group.Message("all_reduce", torch.float32, 4)
+
+
+@pytest.mark.parametrize("fails_for", [None, torch.float16])
 @on_ranks(2)
-def test_devices_are_connected_when_gradcast_is_attached(rank, wire, fails_for, words):
-    """Not in the first backward pass: what NCCL refuses is heard at once. Without a device: what attach calls where the
-    module is on one."""
+def test_devices_are_connected_when_gradcast_is_attached(rank, fails_for):
+    """Not in the first backward pass: what NCCL refuses is heard at once. First for one number, then for the blocks of
+    the warm-up, with ``fails_for`` on the wire. Without a device: what attach calls where the module is on one."""
     calls = []
 
-    def connect(process_group, device, **what):
-        calls.append((process_group is dist.group.WORLD, device, what))
-        if what == fails_for:
+    def connect(process_group, device, *what):
+        assert process_group is not dist.group.WORLD
+        assert device == torch.device("cuda", 1)
+        calls.append(group.Message(*what))
+        if calls[-1].wire == fails_for:
             raise dist.DistBackendError(BAD_NEWS)
 
+    words = "connecting the ranks' devices failed on rank"
     with as_on_a_device(connect):
-        found = not_refused(lambda: attach(nn.Linear(3, 3), None, "hook", wire=wire), words, code="communication")
-    last = fails_for["each_to_each"]
-    expected = [(False, torch.device("cuda", 1), {"each_to_each": each}) for each in (False, True)[: 1 + last]]
-    return found + ([] if calls == expected else [calls])
+        found = not_refused(lambda: attach(nn.Linear(3, 3), None, "hook", wire="fp16"), words, code="communication")
+    assert calls[0] == NUMBER
+    assert (len(calls), calls[-1].wire) == (1 if fails_for is None else 2, fails_for)
+    return found
+
+
+@on_ranks(2)
+def test_what_a_plan_sends_is_connected_before_it_is_followed(rank, mode):
+    """The plans of the warm-up, those that are measured, and the baseline; nothing that only other plans would use."""
+    connected, early = [], []
+    native = mock.patch.object(
+        extension.load(), "connect", lambda _g, _d, *what: connected.append(group.Message(*what))
+    )
+    with native, mock.patch.object(group.Group, "backend", "nccl"):
+        attached = Attached(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), mode)
+        exchange = session_of(attached.handle).exchange
+        assert "all_reduce" in {each.op for each in connected[1:]}, "those of the warm-up, in attach"
+        follow = exchange.follow
+
+        def following(profile, plan):
+            kinds = {each.kind for each in connected}
+            early.extend(each for each in exchange.buffers.messages(plan.blocks) if each.kind not in kinds)
+            follow(profile, plan)
+
+        exchange.follow = following
+        for _ in range(8):
+            attached.step(torch.ones(4, 64))
+        attached.handle.flush()
+        assert attached.handle.plan_version > 0
+    assert {each.op for each in connected} == {"all_reduce"}
+    return early
+
+
+@on_ranks(2)
+def test_of_each_kind_of_message_the_largest_connects_once(rank):
+    made = group.make_group(None, torch.device("cpu"), 30.0)
+    sizes = {"block of GPT-2": 154 << 20, "alike": 150 << 20, "small": 1 << 20}
+    large, alike, small = (group.Message("all_reduce", torch.float32, size) for size in sizes.values())
+    double = small._replace(dtype=torch.float64)
+    calls = []
+    native = mock.patch.object(extension.load(), "connect", lambda _group, _device, *what: calls.append(what))
+    with native, mock.patch.object(group, "_has_room", lambda size, _: rank.index == 0 or size < 400 << 20):
+        made.connect([large, small])
+        assert calls == [], "over Gloo"
+        with mock.patch.object(group.Group, "backend", "nccl"), heard() as lines:
+            made.connect([alike, large, small, double, small])
+            made.connect([alike, small])
+            made.connect([large._replace(size_bytes=300 << 20)])
+    assert calls == [small, double, large]
+    told = "a device has no memory to connect for blocks of up to 314.6 MB beforehand"
+    assert [told in each for each in lines] == [True] * (rank.index == 0)
 
 
 def operations_of(call):
@@ -315,21 +366,21 @@ def operations_of(call):
 
 
 @on_ranks(3)
-def test_what_blocks_are_carried_out_with_is_carried_out_to_connect(rank):
-    """Small and large: NCCL connects for each kind of operation and each algorithm. Over a group that sends nothing."""
-    made = group.make_group(None, torch.device("cpu"), None)
-    made.own = dist.new_group(backend="fake")
-    whole, parts = (3, 262146, 6553602), (1, 87382, 2184534)  # of 4 bytes, for 1 number, 1 MiB and 25 MiB
-    plain = [
-        each
-        for all_, part in zip(whole, parts, strict=True)
-        for each in [("c10d::allreduce_",), ("c10d::_reduce_scatter_base_", part), ("c10d::_allgather_base_", all_)]
+def test_a_message_that_connects_is_sent_as_a_block_is(rank):
+    """Over a group that sends nothing."""
+    fake, device = dist.new_group(backend="fake"), torch.device("cpu")
+    connect, mib = extension.load().connect, 1 << 20
+    found = [
+        operations_of(lambda op=op, wire=wire: connect(fake, device, op, torch.float32, mib, wire))
+        for op, wire in [*((op, None) for op in OPS), ("all_reduce", torch.bfloat16)]
     ]
-    narrow = [(f"c10d::{name}", all_) for all_ in whole for name in ("alltoall_base_", "_allgather_base_")]
-    over_gloo = operations_of(made.connect)
-    with mock.patch.object(group, "backend_of", return_value="nccl"):
-        found = operations_of(made.connect), operations_of(lambda: made.connect(each_to_each=True))
-    return [] if (over_gloo, *found) == ([], plain, narrow) else [over_gloo, found]
+    whole, part = 262146, 87382  # elements, padded
+    assert found == [
+        [("c10d::allreduce_",)],
+        [("c10d::_reduce_scatter_base_", part)],
+        [("c10d::_allgather_base_", whole)],
+        [("c10d::alltoall_base_", whole), ("c10d::_allgather_base_", whole)],
+    ]
 
 
 @on_ranks(3)

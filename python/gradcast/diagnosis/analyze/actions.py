@@ -171,7 +171,7 @@ def _by_profile(situation: Situation) -> Iterator[Action]:
         yield by_play("local", title, how, lambda link: local_rounds.step_ns(profile, link.scaled(1, share), every))
     if situation.streams_gain is not None:
         # Each operation uses one connection, so DDP gains from as many as it has operations in flight.
-        gain = min(situation.streams_gain, ddp_baseline.IN_FLIGHT)
+        gain = min(situation.streams_gain, ddp_baseline.in_flight(profile))
         how = "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0, with the name of your interface four times"
         title = "four connections per peer"
         yield by_play("connections", title, how, lambda link: _ddp_ns(situation, link.scaled(1, 1 / gain)))

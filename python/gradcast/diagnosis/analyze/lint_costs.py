@@ -133,6 +133,7 @@ def laid_out_ms(
         _core.Block(ranges=united(places[index] for index in bucket), buffer=profile.tensors[bucket[0]].buffer)
         for bucket in laid_out
     ]
-    plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=ddp_baseline.IN_FLIGHT)
+    in_flight = ddp_baseline.in_flight(profile)
+    plan = _core.Plan(blocks=blocks, policy="ddp, as registered", mode="hook", in_flight=in_flight)
     plan.check(profile)
     return _core.play(profile, link or profile.link, plan).iteration_ns / _MS

@@ -41,6 +41,7 @@ class FragmentExchange:
         self.left: collections.deque[int] = collections.deque()
         self._first = -1
         self._follow(0)
+        group.connect(self._buffers.messages(self.plan.blocks))
         fragments.hold_views()
         device = fragments.header(0).device
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None

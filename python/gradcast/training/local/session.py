@@ -30,7 +30,7 @@ from gradcast.training.local.rounds import FragmentExchange, Rounds
 from gradcast.training.model_layout import ModelLayout
 from gradcast.training.options import Nccl
 from gradcast.training.plan.balancing import SamplerCall
-from gradcast.training.ranks.group import Group, nccl_settings
+from gradcast.training.ranks.group import DDP_MESSAGES, Group, nccl_settings
 from gradcast.training.ranks.group_pool import lasting_group
 from gradcast.training.ranks.nccl_settings import AS_THE_PROGRAM
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
@@ -60,7 +60,7 @@ def inside_hosts(accepted: Accepted, group: Group, nccl: Nccl = AS_THE_PROGRAM) 
     group.meet()
     settings = nccl_settings(group.shared, accepted.device, nccl)
     inside = lasting_group([everyone[rank] for rank in own], timeout, backend, "host", settings)
-    Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect()
+    Group(own.index(group.rank), len(own), group.shared, inside, device=accepted.device).connect(DDP_MESSAGES)
     group.meet()
     return HiddenDdp(accepted.called, inside, broadcast_buffers=True)
 

@@ -429,6 +429,7 @@ class PlanLoop:
     def start_plan(self, agreed: AgreedPlan, *, calibrates: bool = True, describes: bool = True) -> Phase:
         """Follows a plan made from measurements. ``calibrates``: its first steps correct it. ``describes``: logs the
         prediction."""
+        self._connect([agreed.plan, agreed.baseline])
         self._follow(agreed)
         self.alarms.plan_began(agreed)
         self.comparison = None
@@ -444,6 +445,11 @@ class PlanLoop:
         self.version += 1
         self._activate(on_baseline=agreed.runs_as_baseline)
 
+    def _connect(self, plans: Sequence[_core.Plan | None]) -> None:
+        """Connects the ranks for all blocks of these plans before one is followed."""
+        blocks = [block for plan in plans if plan is not None for block in plan.blocks]
+        self.group.connect(self.exchange.buffers.messages(blocks))
+
     def _activate(self, *, on_baseline: bool) -> None:
         plan = self.agreed.baseline if on_baseline else self.agreed.plan
         assert plan is not None, "a trial of the baseline needs one"
@@ -451,7 +457,9 @@ class PlanLoop:
 
     def _begin_warmup(self, order: Sequence[int], change: PlanChange | None = None) -> WarmingUp:
         warmup = self._make_warmup(order=order)
-        self._follow(self._agree(warmup.first_plan))
+        first = self._agree(warmup.first_plan)
+        self._connect(warmup.plans)
+        self._follow(first)
         return WarmingUp(warmup, change)
 
     def new_monitor(self, agreed: AgreedPlan) -> _core.Monitor:

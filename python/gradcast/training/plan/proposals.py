@@ -237,7 +237,7 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     with more, `play` hides the start-up cost of one behind another, and busy hosts do not.
     """
     profile = measured_profile.with_message_joined(profile)
-    candidates = [(ddp_baseline.plan(profile, caps, in_flight=1), caps) for caps in ddp_baseline.TUNED_CAPS_BYTES]
+    candidates = [(ddp_baseline.plan(profile, caps, at_a_time=1), caps) for caps in ddp_baseline.TUNED_CAPS_BYTES]
     near_ns = (1 + _BASELINE_TOLERANCE) * min(plan.predicted_ns for plan, _ in candidates)
     near = [each for each in candidates if each[0].predicted_ns <= near_ns]
     _, caps_bytes = min(near, key=lambda each: (len(each[0].blocks), each[0].predicted_ns))

@@ -58,7 +58,7 @@ class Warmup(pending.Owner):
         *,
         order: Sequence[int],
     ) -> None:
-        """``order``: of the parameters in the buffers."""
+        """``order``: of the parameters in the buffers. ``plans``: of the steps."""
         self._sizes, self._parameters = sizes, sizes.parameters
         self._group = group
         self._options = options
@@ -67,13 +67,13 @@ class Warmup(pending.Owner):
         self._blocks: list[list[network_cost.Sample]] = []
         self._profile = measured_profile.layout_profile(sizes, order, world_size=group.world_size, name="warm-up")
         plans = warmup_plans(self._profile, mode)
-        self._plans = [plans[step % len(plans)] for step in range(options.plan.warmup_steps)]
+        self.plans = [plans[step % len(plans)] for step in range(options.plan.warmup_steps)]
         self.stopwatch = Stopwatch(self._parameters[0].device, len(self._parameters))
         self.watches_early = False  # reads between step() and forward are being watched
         self._search = ConsumerSearch(module, self._parameters, self.stopwatch.owner_started)
 
     def first_plan(self) -> AgreedPlan:
-        return AgreedPlan(self._profile, self._plans[0])
+        return AgreedPlan(self._profile, self.plans[0])
 
     def watch_reads(self, on_read: Callable[[int], None], *, early: bool = False) -> None:
         """Measures when each parameter is first read in the forward pass that begins, and calls ``on_read`` with the
@@ -119,14 +119,14 @@ class Warmup(pending.Owner):
 
     def step_ended(self, iteration: _core.IterationRecord | None) -> AgreedPlan | None:
         """Counts a step in which everything was waited for. Returns what the next step follows, None after the last."""
-        plan = self._plans[self._steps]
+        plan = self.plans[self._steps]
         # The first step is not counted: it makes connections and allocates memory.
         if iteration is not None and self._steps > 0:
             self._blocks.append(network_cost.samples_of_rank(plan, iteration.blocks))
         self._steps += 1
         if self._steps == self._options.plan.warmup_steps:
             return None
-        return AgreedPlan(self._profile, self._plans[self._steps])
+        return AgreedPlan(self._profile, self.plans[self._steps])
 
     def measured(self, flats: Sequence[torch.Tensor]) -> WarmupResult:
         """Returns the result of all ranks' measurements, the same on every rank. Collective.
@@ -152,7 +152,7 @@ class Warmup(pending.Owner):
             return WarmupResult(profile, unseen)
         hosts, wire = self._group.hosts, self._options.wire
         form = exchange_form(hosts, wire, on_device=self._parameters[0].device.type != "cpu")
-        profile = with_exchange(profile, MeasuredExchange(hosts, form, wire))
+        profile = with_exchange(profile, MeasuredExchange(hosts, form, wire, self._group.backend))
         samples = measured_profile.block_samples(ranks)
         steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
         variation = StepVariation(

@@ -13,8 +13,8 @@ import operator
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,25 @@ def backend_of(process_group: Any, device_type: str) -> str:
     return by_device.get(device_type, "gloo")
 
 
+class Message(NamedTuple):
+    """A block on its way. ``wire``: the type of its numbers on a narrow wire; None for their own."""
+
+    op: str
+    dtype: torch.dtype
+    size_bytes: int
+    wire: torch.dtype | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """NCCL chooses an algorithm by the size, within a factor of two nearly always the same."""
+        return self.op, self.dtype, self.wire, self.size_bytes.bit_length()
+
+
+_SMALL_BYTES = 1 << 20  # messages for which there is memory
+# One number, and DDP's first and other buckets.
+DDP_MESSAGES = [Message("all_reduce", torch.float32, size_bytes) for size_bytes in (4, 1 << 20, 25 << 20)]
+
+
 @dataclasses.dataclass(eq=False)
 class Group(RanksTogether):
     """The ranks of one session. together.py has their agreements.
@@ -65,6 +84,13 @@ class Group(RanksTogether):
     store: StoreGather | None = None
     # Frees ``own`` if the program drops this object without leave(); attach makes it.
     dropped: "weakref.finalize[..., Group] | None" = None
+    _connected: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)  # kinds of messages
+
+    @property
+    def backend(self) -> str:
+        """The backend of blocks. REQUIRES: several ranks, and a device."""
+        # Not by torch's list of groups, which does not have a quorum's.
+        return str(self.own._get_backend(self.device).name())
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Copies rank 0's values into these tensors of every rank, in pieces of a few MB. Collective; nothing else of
@@ -78,17 +104,31 @@ class Group(RanksTogether):
         with self.naming(f"sending {what} from rank 0"):
             extension.load().copy_from_first(self.own, list(tensors))
 
-    def connect(self, *, each_to_each: bool = False) -> None:
-        """Makes NCCL connect the devices now, so that errors are raised here, and no rank connects anything in
-        training. Otherwise it connects them at the first block, since with "cpu:gloo,cuda:nccl" the ranks' agreements
-        go over Gloo. Does nothing over other backends. ``each_to_each``: for the all-to-all of a narrow wire.
-        Collective."""
-        if self.device is None or backend_of(self.shared, self.device.type) != "nccl":
+    def connect(self, messages: Iterable[Message]) -> None:
+        """Makes NCCL connect the devices for these messages now, so that errors are raised here, and no step waits for
+        it: NCCL connects for each kind of operation, and for each algorithm, when it is first used. Sends the largest
+        message of each kind that has not been sent for this before. Does nothing over other backends. Collective;
+        nothing else of ``own`` may be in flight."""
+        if self.world_size == 1 or self.device is None or self.backend != "nccl":
+            return
+        largest = {each.kind: each for each in sorted(messages, key=lambda each: each.size_bytes)}
+        new = [each for kind, each in largest.items() if kind not in self._connected]
+        if not new:
+            return
+        most_bytes = max(each.size_bytes for each in new)
+        if most_bytes > _SMALL_BYTES and not all(
+            self.computed_by_each(lambda: _has_room(2 * most_bytes, self.device), "looking for memory to connect in")
+        ):
+            self.info(
+                f"a device has no memory to connect for blocks of up to {most_bytes / 1e6:.1f} MB beforehand; NCCL "
+                "connects in the first step that sends them"
+            )
             return
         self.meet()
-        devices = "each rank's device with each other" if each_to_each else "the ranks' devices"
-        with self.naming(f"connecting {devices}"):
-            extension.load().connect(self.own, self.device, each_to_each=each_to_each)
+        with self.naming("connecting the ranks' devices"):
+            for each in new:
+                extension.load().connect(self.own, self.device, *each)
+        self._connected.update(each.kind for each in new)
 
     def info(self, message: str, *arguments: Any) -> None:
         """Logs on rank 0 only, as ``warning`` does."""
@@ -110,6 +150,14 @@ class Group(RanksTogether):
             self.dropped.detach()
         if own is not None:
             group_pool.leave(own, reusable=reusable)
+
+
+def _has_room(size_bytes: int, device: torch.device | None) -> bool:
+    try:
+        torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
@@ -151,7 +199,7 @@ def make_group(
         group.dropped.atexit = False
     with group.together(_MAKING):
         if is_new:
-            group.connect()
+            group.connect(DDP_MESSAGES[:1])
         # Stores outlive groups, and groups of the same name follow each other.
         store = StoreGather(group.from_first(secrets.token_hex(8)), rank, world_size, group.timeout_s)
     group.store = store

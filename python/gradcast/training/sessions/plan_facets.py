@@ -142,7 +142,7 @@ class PlanCheckpoint(Checkpoint):
         if dropped is not None:
             _log.warning("the residuals of earlier gradients are dropped on rank %d: %s", group.rank, dropped)
         state = group.from_first({key: value for key, value in state.items() if key != residuals.KEY})
-        here = MeasuredExchange(group.hosts, exchange.form, exchange.buffers.wire)
+        here = MeasuredExchange(group.hosts, exchange.form, exchange.buffers.wire, group.backend)
         with self._cycle.lock:
             self._weights.go_on_from(state.get("mean_weight"))  # early states have none
         adapts = controller.proposer.may_correct

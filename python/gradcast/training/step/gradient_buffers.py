@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from gradcast import _core
 from gradcast.training.compat import extension
+from gradcast.training.ranks.group import Message
 
 # NCCL and torch's kernels move 16 bytes at a time where they can; 32 bytes of fp32 are 16 on a 16-bit wire.
 ALIGNMENT_BYTES = 32
@@ -77,6 +79,16 @@ class GradientSizes:
     def unit_bytes_of(self, index: int) -> int:
         """Size of the unit that a plan must not cut: an element or a group."""
         return self.parameters[index].element_size() * (GROUP_ELEMENTS if self.has_groups(index) else 1)
+
+    def messages(self, blocks: Iterable[_core.Block]) -> list[Message]:
+        """Returns the messages of these blocks on a device."""
+        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.wire)
+        found = []
+        for block in blocks:
+            dtype = self.dtypes[block.buffer]
+            is_narrow = block.op == "all_reduce" and dtype == torch.float32
+            found.append(Message(block.op, dtype, block.size_bytes, narrow if is_narrow else None))
+        return found
 
 
 class GradientBuffers(GradientSizes):

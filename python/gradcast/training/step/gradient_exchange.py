@@ -69,6 +69,7 @@ class GradientExchange:
                 self.lay_out(order)
         self.profile, self.plan = profile, plan
         self._engine.follow(profile, plan)
+        self._transport.expect([(each.buffer, each.ranges) for each in plan.blocks if each.op != "all_gather"])
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Lays the gradients out anew, in new memory if the program keeps old ones. REQUIRES: as
@@ -76,8 +77,6 @@ class GradientExchange:
         self.wait_until_idle()
         before = dict(enumerate(self.buffers.flats))
         self.buffers.lay_out(order)
-        if self.on_device:
-            self._transport.forget_ranges()
         for buffer, flat in enumerate(self.buffers.flats):
             if flat is not before.get(buffer):
                 self._transport.replace_buffer(buffer, flat)
@@ -92,8 +91,6 @@ class GradientExchange:
         """Moves gradients out of the buffers and frees their memory, until ``lay_out``. REQUIRES: as
         ``wait_until_idle``; the table has no hooks."""
         self.wait_until_idle()
-        if self.on_device:
-            self._transport.forget_ranges()
         for buffer, flat in enumerate(self.buffers.flats):
             self._transport.replace_buffer(buffer, flat.new_empty(0))
         self._table.forget_layout()  # any reference of ours to a view would look like one of the program's
