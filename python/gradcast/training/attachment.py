@@ -195,7 +195,11 @@ class Attachment:
             self.session.forward.before_evaluation()
 
     def _after_inner(self, inner: nn.Module, output: Any, _: bool) -> None:
-        if not self.session.released and not self._is_left_to_ddp and not self._is_called:
+        if self.session.released or self._is_called:
+            return
+        if self._is_left_to_ddp:
+            self._handover.after_inner()
+        else:
             self.session.forward.after_inner(inner, output)
 
     def _after_forward(self, called: nn.Module, output: Any, _: bool) -> None:

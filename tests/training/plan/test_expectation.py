@@ -117,6 +117,10 @@ def test_the_usual_step_is_the_median_of_the_steps_not_the_step_of_medians():
     assert dataclasses.replace(agreed, expectation=None).typical_step == (plan.predicted_ns, plan.bound_ns)
 
 
+def loop_seeing(compute):
+    return mock.Mock(meter=mock.Mock(sees_compute=compute, reports=mock.Mock(turns=1)))
+
+
 def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     """Beside the plan it took twice as long; that it does not now is no change."""
     alone = profile_of(200, 100, 10)
@@ -125,7 +129,7 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
     agreed = agreement.AgreedPlan(
         beside, plan, baseline, expect(beside, plan, alone, baseline, StepVariation()), runs_as_baseline=True
     )
-    on_host, on_device = (mock.Mock(meter=mock.Mock(sees_compute=sees_compute)) for sees_compute in (True, False))
+    on_host, on_device = (loop_seeing(sees_compute) for sees_compute in (True, False))
     with mock.patch.object(_core, "Monitor") as monitor:
         loop.PlanLoop.new_monitor(on_host, agreed)
         loop.PlanLoop.new_monitor(on_host, dataclasses.replace(agreed, runs_as_baseline=False))
@@ -142,7 +146,7 @@ def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_
     agreed = proposer._completed(agreement.AgreedPlan(profile, plan, variation=variation))
     assert agreed.further_calls == 1, "so nothing is shown"
     with mock.patch.object(_core, "Monitor") as monitor:
-        loop.PlanLoop.new_monitor(mock.Mock(meter=mock.Mock(sees_compute=True)), agreed)
+        loop.PlanLoop.new_monitor(loop_seeing(True), agreed)
     assert monitor.call_args.kwargs["busy_ns"] == pytest.approx(360e6)
     same = proposer.from_compute(agreed, 360e6).profile
     assert (same.backward_ns, same.forward_ns) == pytest.approx((200e6, 100e6))

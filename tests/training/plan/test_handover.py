@@ -156,6 +156,41 @@ def hooks_of_the_program(side):
     return training.result(), seen
 
 
+class Branched(nn.Module):
+    """Leaves ``branch`` out unless ``is_whole``."""
+
+    is_whole = True
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.branch = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, value):
+        value = self.trunk(value)
+        return self.branch(value) if self.is_whole else value
+
+
+def passes_past_ddp(side):
+    """In some steps, they use what the reduced pass leaves out: its gradient is averaged all the same."""
+    module = Branched()
+    ddp = DDP(module, find_unused_parameters=True)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    side.attach(ddp, sgd, plan=planning(adapt=True))
+    by_ddp = []
+    for number in range(STEPS):
+        sgd.zero_grad()
+        module.is_whole = True
+        if number % 3:
+            module(side.batch(number)).square().sum().backward()
+        module.is_whole = False
+        ddp(side.batch(number)).square().sum().backward()
+        sgd.step()
+        by_ddp.append(side.handle is not None and side.handle.stats()["reduced_by_ddp"])
+    assert side.handle is None or by_ddp.count(True) > 4, by_ddp
+    return side.result(module)
+
+
 def late_buffer(side):
     """Registered after DDP was made of a module without any: DDP does not send it."""
     training = Loop(side)
@@ -208,6 +243,7 @@ def two_steps_of_backward(side):
         (one_rank_slow, ()),
         (more_forwards_on_a_rank, ()),
         (hooks_of_the_program, ()),
+        (passes_past_ddp, ()),
         (late_buffer, ()),
         (frozen_for_a_while, ()),
         (two_steps_of_backward, ()),

@@ -23,7 +23,7 @@ pytest.importorskip("training.needs")
 import torch.testing._internal.distributed.fake_pg  # registers the group
 
 from gradcast.host_traffic import Hosts
-from gradcast.training import preflight
+from gradcast.training import launch_order
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension
 from gradcast.training.local import session
@@ -274,7 +274,7 @@ def as_on_a_device(connect):
         mock.patch.object(Accepted, "device", torch.device("cuda", 1)),
         mock.patch.object(module_of_attach, "backend_of", return_value="nccl"),
         mock.patch.object(module_of_attach, "require_backend"),
-        mock.patch.object(preflight, "backend_of", return_value="nccl"),
+        mock.patch.object(launch_order, "backend_of", return_value="nccl"),
         mock.patch.object(group.Group, "backend", "nccl"),
         mock.patch.object(group, "_timeout_of", return_value=TIMEOUT),
         mock.patch.object(group, "_has_room", return_value=True),

@@ -24,7 +24,7 @@ from gradcast.training.compat import extension
 from gradcast.training.local import session as local_session
 from gradcast.training.plan import agreement, calibration, loop, proposals, warmup
 from gradcast.training.ranks import group, group_pool, stall_watchdog, status_server, together
-from gradcast.training.sessions import plan_facets, session, step_cycle
+from gradcast.training.sessions import handover, plan_facets, session, step_cycle
 
 nn = torch.nn
 ATTACH = sys.modules["gradcast.training.attach"]
@@ -231,7 +231,7 @@ POINTS = [
     (attaches, step_cycle, "WarmupReads", None),
     (attaches, attachment, "ModelLayout", None),
     (attaches, attachment, "around_forward", None),
-    (attaches_ddp, attachment, "DdpTakeover", None),
+    (attaches_ddp, handover, "DdpTakeover", None),
     (attaches, ATTACH, "Handle", None),
     (is_disabled, ATTACH, "DisabledSession", None),
     (trains, warmup.Warmup, "_measured", None),

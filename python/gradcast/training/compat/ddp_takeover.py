@@ -5,7 +5,7 @@ DDP still does everything else: it sends buffers from rank 0 before forward, and
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -121,9 +121,9 @@ class DdpTakeover:
         self.in_join = False
         self._joined()
 
-    def reduce_again(self, buckets: Buckets | None = None) -> None:
+    def reduce_again(self, buckets: Buckets | None = None, used: Iterable[nn.Parameter] = ()) -> None:
         """Gives DDP a new reducer, since the hooks of the old one cannot be restored. ``buckets``: their sizes, unless
-        the program has chosen a size."""
+        the program has chosen a size. ``used``: parameters that backward passes have used since the last reduction."""
         ddp = self._ddp()
         ddp.find_unused_parameters = self._find_unused_parameters
         ddp._static_graph_delay_allreduce_enqueued = False
@@ -139,6 +139,10 @@ class DdpTakeover:
         if ddp.static_graph:
             ddp.reducer._set_static_graph()
             ddp.logger._set_static_graph()
+        elif ddp.find_unused_parameters:
+            places = {id(parameter): place for place, parameter in enumerate(parameters)}
+            for parameter in used:
+                ddp.reducer._autograd_hook(places[id(parameter)])
         self.active = False
         self._reductions, self._stats = 0, ddp.reducer.get_backward_stats()
 

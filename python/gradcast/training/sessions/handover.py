@@ -49,6 +49,7 @@ class Handover(Reduction):
         self._interval, self._version = _INTERVAL, -1
         self._count = self._count_at_forward = 0  # of DDP's reductions: now, and when the last forward pass began
         self._until = 0
+        self._was_bypassed = False  # a forward pass past DDP has begun since the last one of DDP's
         self._starts_ns: list[int] | None = None  # of the steps of a trial
         self.follow(session)
 
@@ -83,9 +84,14 @@ class Handover(Reduction):
             is_frozen = not all(map(_REQUIRES_GRAD, self._parameters))
             if changed or is_frozen or self._count >= self._until:
                 self._take_back()
+            self._was_bypassed = False
         elif self._session.controller.leaves_to_ddp is not None:
             self._leave_as_agreed(self._session.controller.leaves_to_ddp)
         return self.by_ddp
+
+    def after_inner(self) -> None:
+        """Called after a forward pass of the module that DDP does not know of, while DDP reduces."""
+        self._was_bypassed |= torch.is_grad_enabled()
 
     def take_back_for(self, what: str) -> None:
         if not self.by_ddp:
@@ -139,14 +145,15 @@ class Handover(Reduction):
         self._setup.group.info("DDP reduces by itself from here on; gradcast looks again after %d steps", self._until)
 
     def _leave(self, buckets: Buckets | None = None) -> None:
-        self._session.leave_to_ddp()
-        self._taken_over.reduce_again(buckets)
+        used = self._session.leave_to_ddp()
+        self._taken_over.reduce_again(buckets, used)
+        self._was_bypassed = False
         self._count = self._count_at_forward = 0
         self.by_ddp = True
 
     def _take_back(self) -> None:
         self._taken_over.take()
-        self._session.take_back()
+        self._session.take_back(used=self._was_bypassed)
         self.by_ddp = False
         steps_ns = None
         if self._starts_ns is not None:

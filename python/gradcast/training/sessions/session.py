@@ -187,11 +187,12 @@ class Session(TrainingSession):
         with self.cycle.lock:
             self.cycle.gradients.send_nothing()
 
-    def leave_to_ddp(self) -> None:
+    def leave_to_ddp(self) -> list[nn.Parameter]:
         """Makes room for DDP: until ``take_back`` nothing of this session runs in a step, and the memory of its buffers
-        is free. What was measured and planned stays."""
-        self.flush()
+        is free. What was measured and planned stays. Returns the parameters that unsynchronized passes have used."""
         cycle, gradients = self.cycle, self.cycle.gradients
+        used = [gradients.states[index].parameter for index in sorted(gradients.used_unsynchronized)]
+        self.flush()
         cycle.ddp_reduces = self.report.reduced_by_ddp = True
         cycle.trace.end(time.perf_counter_ns())
         self._callbacks.in_parts = False
@@ -200,9 +201,14 @@ class Session(TrainingSession):
         self._remove_hooks()
         parameter_state.release(gradients.states)
         self.exchange.move_out()
+        return used
 
-    def take_back(self) -> None:
-        """Ends ``leave_to_ddp``: the next backward pass follows the plan in force."""
+    def take_back(self, *, used: bool) -> None:
+        """Ends ``leave_to_ddp``: the next backward pass follows the plan in force. ``used``: unsynchronized passes may
+        have made the present gradients."""
+        if used:
+            found = self.cycle.gradients.states
+            self.cycle.gradients.used_unsynchronized |= {e.index for e in found if e.parameter.grad is not None}
         self.exchange.lay_out(self.exchange.order)
         self._install()
         self._callbacks.in_parts = self.mode == "overlap"
