@@ -172,7 +172,7 @@ class Branched(nn.Module):
 
 
 def passes_past_ddp(side):
-    """In some steps, they use what the reduced pass leaves out: its gradient is averaged all the same."""
+    """In some steps they use what the reduced pass leaves out: its gradient is averaged then, and only then."""
     module = Branched()
     ddp = DDP(module, find_unused_parameters=True)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -180,8 +180,8 @@ def passes_past_ddp(side):
     by_ddp = []
     for number in range(STEPS):
         sgd.zero_grad()
-        module.is_whole = True
-        if number % 3:
+        module.is_whole = bool(number % 3)
+        if number % 5:
             module(side.batch(number)).square().sum().backward()
         module.is_whole = False
         ddp(side.batch(number)).square().sum().backward()
