@@ -44,6 +44,7 @@ class Runner {
     const auto error = driver_.wait(ticket_, kPatienceNs);
     const int64_t end_ns = steady_now_ns();
     ++ticket_;
+    driver_.forget_completed();
     if (!error || !error->empty()) {
       throw Error(
           ErrorCode::kCommunication,

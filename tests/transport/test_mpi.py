@@ -91,6 +91,7 @@ def test_wrong_use_is_refused_in_a_sentence(program, words):
 BENCH = ROOT / "python/gradcast/bin/gradcast-bench"
 QUICK = ["--bytes-max", "64k", "--factor", "4", "--iterations", "4", "--rounds", "2", "--steps", "1"]
 QUICK += ["--compute-ms", "5", "--scale-size", "0.001"]
+ONE_SIZE = ["--bytes-min", "4", "--bytes-max", "4"]
 
 needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="gradcast-bench is not built: make test builds it")
 
@@ -105,6 +106,19 @@ def results_of(*arguments: str) -> dict:
     ended = bench("--json", *arguments)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
+
+
+PEAK_KB = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peak_kb(*arguments: str) -> int:
+    """Largest memory of a run. A process starts with its parent's, so a small one lies between."""
+    command = [sys.executable, "-S", "-c", PEAK_KB, str(BENCH), *arguments]
+    return int(subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout)
 
 
 def check_results(results: dict, transport: str, world_size: int) -> None:
@@ -176,6 +190,13 @@ def test_bench_sweeps_each_size_once_and_tells_of_few():
     """8, 9.6 and 11.5 bytes are two and three elements."""
     results = results_of("--ranks", "2", "--sweep", "--bytes-min", "8", "--bytes-max", "12", "--factor", "1.2")
     assert [row["size_bytes"] for row in results["sweep"] if row["op"] == "all_reduce"] == [8, 12]
+
+
+@needs_bench
+def test_bench_keeps_no_operation_that_has_ended():
+    """A list of them would grow by megabytes, and each operation would search it."""
+    peaks_kb = [peak_kb("--ranks", "1", "--sweep", *ONE_SIZE, "--iterations", str(count)) for count in (100, 30_000)]
+    assert peaks_kb[1] < peaks_kb[0] + 2048
 
 
 @needs_bench
