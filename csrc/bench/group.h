@@ -35,6 +35,9 @@ class Group {
   }
   // Compute that ends at this time of the steady clock: by default the thread sleeps; on a device a kernel spins.
   virtual void compute_until(int64_t time_ns) { sleep_until(time_ns); }
+  // The cost per byte of packing a block of several ranges into a message and unpacking it again, on this rank: by
+  // default measured in the host's memory.
+  virtual double pack_ns_per_byte();
 
   // All below are collective.
   virtual std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) = 0;

@@ -74,14 +74,6 @@ std::string schedule_table(const BenchResults& results) {
   return text + "ms per step of " + results.profile + "; compute is played by waiting\n";
 }
 
-LinkModel link_of(const BenchResults& results) {
-  LinkModel link;
-  for (const auto& [op, fit] : results.fits) {
-    link.of(op) = fit.cost;
-  }
-  return link;
-}
-
 std::string overhead_table(const BenchResults& results) {
   return line("The engine costs %.2f us per block, and %.2f us of the caller per gradient.",
               results.overhead->block_ns / 1e3, results.overhead->ready_ns / 1e3);
@@ -112,7 +104,7 @@ std::string to_json(const BenchOptions& options, const BenchResults& results) {
                                 {"relative_error_max", fit.relative_error_max}};
   }
   if (!results.fits.empty()) {
-    json["link"] = nlohmann::ordered_json::parse(to_json(link_of(results)));
+    json["link"] = nlohmann::ordered_json::parse(to_json(results.link));
   }
   for (const ScheduleRow& row : results.schedule) {
     json["schedule"].push_back({{"policy", row.policy},

@@ -20,6 +20,7 @@ struct BenchResults {
   int32_t world_size = 1;
   std::vector<SweepRow> sweep;
   std::map<Op, LinkFit> fits;
+  LinkModel link;       // of the fits
   std::string profile;  // its name
   std::vector<ScheduleRow> schedule;
   std::optional<Overhead> overhead;
@@ -30,8 +31,6 @@ std::string sweep_header();
 std::string sweep_line(const SweepRow& row, int32_t world_size);
 std::string fits_text(const BenchResults& results);
 std::string schedule_table(const BenchResults& results);
-// The fitted costs as a link.
-LinkModel link_of(const BenchResults& results);
 std::string overhead_table(const BenchResults& results);
 // {"MPI": …, "CUDA": …, "NCCL": …}, each a sentence.
 std::string parts_json();

@@ -12,7 +12,6 @@
 #include "gradcast/policy.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
-#include "transport/common/host_memory.h"
 
 namespace gradcast {
 namespace {
@@ -184,23 +183,6 @@ std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const Sc
                     .compute_ns = profile.backward_ns + profile.forward_ns + updates_ns(profile)});
   }
   return rows;
-}
-
-double pack_ns_per_byte() {
-  constexpr int64_t kBytes = 4 << 20;
-  std::vector<std::byte> numbers(kBytes);
-  std::vector<std::byte> message(kBytes);
-  const HostBuffer buffer{numbers.data(), kBytes, Element::kFloat32};
-  const Range halves[] = {{0, kBytes / 2}, {kBytes / 2, kBytes}};
-  std::vector<double> times_ns;
-  for (int i = 0; i < 9; ++i) {
-    const int64_t begin_ns = steady_now_ns();
-    pack(message.data(), buffer, halves);
-    unpack(buffer, halves, message.data());
-    times_ns.push_back(static_cast<double>(steady_now_ns() - begin_ns));
-  }
-  std::ranges::sort(times_ns);
-  return times_ns[times_ns.size() / 2] / kBytes;
 }
 
 Profile scaled(const Profile& profile, double time_factor, double bytes_factor) {

@@ -42,9 +42,6 @@ struct ScheduleRow {
 std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options,
                                   const std::function<void(int32_t round)>& tell);
 
-// The cost per byte of packing into a message and unpacking again, on this rank.
-double pack_ns_per_byte();
-
 // The profile with all times and all sizes multiplied; each tensor keeps at least one element.
 Profile scaled(const Profile& profile, double time_factor, double bytes_factor);
 

@@ -128,6 +128,7 @@ def check_results(results: dict, transport: str, world_size: int) -> None:
     assert {row["op"] for row in results["sweep"]} == {"all_reduce", "reduce_scatter", "all_gather"}
     assert all(row["errors"] == 0 and 0 < row["low_ns"] <= row["time_ns"] <= row["high_ns"] for row in results["sweep"])
     assert set(results["link"]) >= {"all_reduce", "reduce_scatter", "all_gather"}
+    assert results["link"]["pack_ns_per_byte"] > 0
     policies = [row["policy"] for row in results["schedule"]]
     assert policies[0] == "forecast"
     assert {"ddp", "p3", "prophet", "dear"} < set(policies)

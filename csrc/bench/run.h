@@ -1,0 +1,11 @@
+// gradcast-bench: measures a network, and what each policy makes of it.
+//
+// Thread safety: one thread.
+#pragma once
+
+namespace gradcast {
+
+// The whole program, apart from its main(). Returns the exit code.
+int run_bench(int argc, char** argv);
+
+}  // namespace gradcast
