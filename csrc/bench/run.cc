@@ -5,7 +5,9 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <string>
+#include <vector>
 
 #include "bench/options.h"
 #include "bench/report.h"
@@ -46,19 +48,17 @@ void say(const Group& group, const BenchOptions& options, const std::string& tex
   }
 }
 
-void measure_network(Group& group, const BenchOptions& options, BenchResults& results) {
+void measure_network(Group& group, Network& network, const BenchOptions& options, BenchResults& results) {
   say(group, options, sweep_header());
-  for (const Op op : kOps) {
-    const std::vector<SweepRow> rows = sweep(group, op, options.sweep, [&](const SweepRow& row) {
-      say(group, options, sweep_line(row, group.world_size()));
-    });
-    results.sweep.insert(results.sweep.end(), rows.begin(), rows.end());
-    std::vector<LinkSample> samples;
-    for (const SweepRow& row : rows) {
-      samples.push_back({row.size_bytes, row.time_ns});
-    }
-    if (samples.size() >= 3) {
-      results.fits[op] = fit_op_cost(samples);
+  results.sweep = sweep(group, network, options.sweep,
+                        [&](const SweepRow& row) { say(group, options, sweep_line(row, group.world_size())); });
+  std::map<Op, std::vector<LinkSample>> samples;
+  for (const SweepRow& row : results.sweep) {
+    samples[row.op].push_back({row.size_bytes, row.time_ns});
+  }
+  for (const auto& [op, of_op] : samples) {
+    if (of_op.size() >= 3) {
+      results.fits[op] = fit_op_cost(of_op);
       results.link.of(op) = results.fits[op].cost;
     }
   }
@@ -74,28 +74,35 @@ LinkModel common_link(Group& group, const BenchResults& results) {
   return link_from_json(group.from_first(to_json(results.link)));
 }
 
+void measure(Group& group, const BenchOptions& options, BenchResults& results) {
+  // Before minutes of measuring: it may not be there.
+  Profile profile = options.runs_schedule ? load_profile(options.profile) : Profile{};
+  if (options.runs_schedule) {
+    const double time_factor =
+        options.compute_ms == 0 ? 1 : options.compute_ms * 1e6 / (profile.forward_ns + profile.backward_ns);
+    profile = scaled(profile, time_factor, options.scale_size);
+  }
+  Network network(group, profile.tensors, largest_bytes(options.sweep));
+  measure_network(group, network, options, results);
+  say(group, options, "\n" + fits_text(results) + "\n");
+  if (options.runs_schedule) {
+    profile.link = common_link(group, results);
+    results.profile = profile.name;
+    results.schedule = schedule(group, network, profile, options.schedule, [&](int32_t round) {
+      say(group, options,
+          "round " + std::to_string(round) + " of " + std::to_string(options.schedule.round_count) + "\n");
+    });
+    say(group, options, schedule_table(results) + "\n");
+  }
+}
+
 void run(Group& group, const BenchOptions& options) {
   BenchResults results;
   results.world_size = group.world_size();
   say(group, options,
       "gradcast-bench: " + std::to_string(group.world_size()) + " ranks over " + options.transport + "\n\n");
-  // Before minutes of measuring: it may not be there.
-  Profile profile = options.runs_schedule ? load_profile(options.profile) : Profile{};
   if (options.runs_sweep || options.runs_schedule) {
-    measure_network(group, options, results);
-    say(group, options, "\n" + fits_text(results) + "\n");
-  }
-  if (options.runs_schedule) {
-    const double time_factor =
-        options.compute_ms == 0 ? 1 : options.compute_ms * 1e6 / (profile.forward_ns + profile.backward_ns);
-    profile = scaled(profile, time_factor, options.scale_size);
-    profile.link = common_link(group, results);
-    results.profile = profile.name;
-    results.schedule = schedule(group, profile, options.schedule, [&](int32_t round) {
-      say(group, options,
-          "round " + std::to_string(round) + " of " + std::to_string(options.schedule.round_count) + "\n");
-    });
-    say(group, options, schedule_table(results) + "\n");
+    measure(group, options, results);
   }
   if (options.runs_overhead) {
     group.barrier();

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bench/group.h"
+#include "bench/network.h"
 #include "gradcast/link.h"
 #include "gradcast/types.h"
 
@@ -33,9 +34,12 @@ struct SweepRow {
   double bus_bandwidth(int32_t world_size) const;
 };
 
-// The same rows on every rank, each passed to `tell` at once. Throws Error{kCommunication} where an operation fails, or
-// has not ended after a minute.
-std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
+// What the network needs for the sweep.
+int64_t largest_bytes(const SweepOptions& options);
+
+// All sizes of each operation: the same rows on every rank, each passed to `tell` at once. Throws Error{kCommunication}
+// where an operation fails, or has not ended after a minute.
+std::vector<SweepRow> sweep(Group& group, Network& network, const SweepOptions& options,
                             const std::function<void(const SweepRow&)>& tell);
 
 }  // namespace gradcast

@@ -57,5 +57,10 @@ TEST_F(NcclBench, PackingCostsNothing) {
   EXPECT_FALSE(results_["link"].contains("pack_ns_per_byte"));
 }
 
+TEST_F(NcclBench, HasOneCommunicator) {
+  EXPECT_EQ(fake::destructions(), 1);
+  EXPECT_EQ(fake::communicators() + fake::aborts(), 0);
+}
+
 }  // namespace
 }  // namespace gradcast
