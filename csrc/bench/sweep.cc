@@ -37,6 +37,10 @@ std::vector<int64_t> sizes_bytes(const SweepOptions& options) {
   return sizes;
 }
 
+double percentile(const std::vector<double>& ascending, size_t percent) {
+  return ascending[(ascending.size() * percent + 99) / 100 - 1];
+}
+
 // One operation after the other, each at the beginning of the network's buffer for them.
 class Runner {
  public:
@@ -84,24 +88,29 @@ class Runner {
     return wrong_count;
   }
 
-  SweepRow measured(Op op, int64_t size_bytes, int32_t iteration_count) {
+  SweepRow measured(Op op, int64_t size_bytes, const SweepOptions& options) {
     const auto wrong = static_cast<double>(wrong_count(op, size_bytes));
-    for (int32_t i = 0; i < iteration_count / 4; ++i) {
+    for (int32_t i = 0; i < options.warmup_count; ++i) {
       run_ns(op, size_bytes);
     }
     group_.barrier();
     std::vector<double> times_ns;
-    for (int32_t i = 0; i < iteration_count; ++i) {
+    for (int32_t i = 0; i < options.iteration_count; ++i) {
       times_ns.push_back(run_ns(op, size_bytes));
     }
-    const auto [low, high] = std::ranges::minmax(times_ns);
-    const double sum_ns = std::accumulate(times_ns.begin(), times_ns.end(), 0.0);
-    SweepRow row{op, size_bytes, 0, low, high, 0};
-    for (const std::vector<double>& rank : group_.gather({sum_ns, low, high, wrong})) {
-      row.time_ns += rank[0] / (iteration_count * static_cast<double>(group_.world_size()));
+    std::ranges::sort(times_ns);
+    const double mean_ns = std::accumulate(times_ns.begin(), times_ns.end(), 0.0) / options.iteration_count;
+    SweepRow row{.op = op, .size_bytes = size_bytes, .low_ns = times_ns.front()};
+    for (const std::vector<double>& rank :
+         group_.gather({mean_ns, times_ns.front(), times_ns.back(), percentile(times_ns, 50), percentile(times_ns, 90),
+                        percentile(times_ns, 99), wrong})) {
+      row.time_ns += rank[0] / group_.world_size();
       row.low_ns = std::min(row.low_ns, rank[1]);
       row.high_ns = std::max(row.high_ns, rank[2]);
-      row.error_count += std::llround(rank[3]);
+      row.p50_ns = std::max(row.p50_ns, rank[3]);
+      row.p90_ns = std::max(row.p90_ns, rank[4]);
+      row.p99_ns = std::max(row.p99_ns, rank[5]);
+      row.error_count += std::llround(rank[6]);
     }
     return row;
   }
@@ -146,7 +155,7 @@ std::vector<SweepRow> sweep(Group& group, Network& network, const SweepOptions& 
   std::vector<SweepRow> rows;
   for (const Op op : kOps) {
     for (const int64_t size_bytes : sizes_bytes(options)) {
-      rows.push_back(runner.measured(op, size_bytes, options.iteration_count));
+      rows.push_back(runner.measured(op, size_bytes, options));
       tell(rows.back());
     }
   }

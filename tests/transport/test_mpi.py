@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,8 @@ def check_results(results: dict, transport: str, world_size: int) -> None:
     assert [row["size_bytes"] for row in results["sweep"] if row["op"] == "all_reduce"] == [1024, 4096, 16384, 65536]
     assert {row["op"] for row in results["sweep"]} == {"all_reduce", "reduce_scatter", "all_gather"}
     assert all(row["errors"] == 0 and 0 < row["low_ns"] <= row["time_ns"] <= row["high_ns"] for row in results["sweep"])
+    for row in results["sweep"]:
+        assert row["low_ns"] <= row["p50_ns"] <= row["p90_ns"] <= row["p99_ns"] <= row["high_ns"]
     assert set(results["link"]) >= {"all_reduce", "reduce_scatter", "all_gather"}
     assert results["link"]["pack_ns_per_byte"] > 0
     policies = [row["policy"] for row in results["schedule"]]
@@ -168,7 +171,17 @@ def test_bench_over_nccl_without_a_device():
 def test_bench_prints_tables():
     ended = bench("--ranks", "2", "--alpha-us", "100", "--gbit", "1", *QUICK)
     assert ended.returncode == 0, ended.stderr
-    for word in ("algbw", "busbw", "all_reduce costs", "policy", "forecast", "ms per step of", "us per block"):
+    for word in (
+        "algbw",
+        "busbw",
+        "p50",
+        "p99",
+        "all_reduce costs",
+        "policy",
+        "forecast",
+        "ms per step of",
+        "us per block",
+    ):
         assert word in ended.stdout
 
 
@@ -201,6 +214,23 @@ def test_bench_keeps_no_operation_that_has_ended():
 
 
 @needs_bench
+def test_bench_percentiles_are_those_of_the_iterations():
+    """Of two iterations half take no longer than the quicker one; without a warm-up the first one counts."""
+    (row, *_) = results_of("--ranks", "1", "--sweep", *ONE_SIZE, "--iterations", "2", "--warmup", "0")["sweep"]
+    assert row["p50_ns"] == row["low_ns"]
+    assert row["p90_ns"] == row["p99_ns"] == row["high_ns"]
+
+
+@needs_bench
+def test_bench_warms_up_as_often_as_told():
+    """Each operation takes 5 ms here."""
+    slow = ["--ranks", "1", "--sweep", *ONE_SIZE, "--iterations", "1", "--alpha-us", "5000"]
+    begin = time.monotonic()
+    results_of(*slow, "--warmup", "60")
+    assert time.monotonic() - begin > 3 * 62 * 5e-3
+
+
+@needs_bench
 def test_bench_takes_no_folder_for_a_profile(tmp_path, monkeypatch):
     (tmp_path / "resnet18").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -214,6 +244,7 @@ def test_bench_takes_no_folder_for_a_profile(tmp_path, monkeypatch):
         (["--transport", "carrier-pigeon"], "--transport is 'carrier-pigeon'; inproc or mpi or nccl is expected"),
         (["--ranks", "0"], "--ranks is '0'; a number from 1 to 1024 is expected"),
         (["--ranks", "2.5"], "a whole number is expected"),
+        (["--warmup", "-1"], "--warmup is '-1'; a number from 0 to 1e+06 is expected"),
         (["--bytes-max", "lots"], "--bytes-max is 'lots'; a size from 4 to 64G"),
         (["--bytes-min", "2M", "--bytes-max", "1M"], "--bytes-max is below --bytes-min"),
         (["--profile", "nowhere.json", *QUICK, "--schedule"], "no file and no bundled profile 'nowhere.json'"),
