@@ -1,7 +1,7 @@
 // The memory that a run measures with, and its one transport, which the sweep and the schedule use one after the other:
 // on a device each communicator takes memory and time to connect.
 //
-// Thread safety: as Transport, and its sink any thread.
+// Thread safety: any thread, within the contract of gradcast/transport.h.
 #pragma once
 
 #include <cstdint>

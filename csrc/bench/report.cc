@@ -39,6 +39,11 @@ std::string fit_text(Op op, const LinkFit& fit) {
 
 }  // namespace
 
+std::string title(const BenchOptions& options, const BenchResults& results) {
+  return "gradcast-bench " GRADCAST_VERSION ": " + std::to_string(results.world_size) + " ranks over " +
+         options.transport + "\n" + places_text(results.places) + "\n";
+}
+
 std::string sweep_header() {
   const char* const format = "%12s %12s %8s %6s %14s %11s %9s %9s %7s %11s %11s %11s";
   return line(format, "size", "count", "type", "redop", "operation", "time", "algbw", "busbw", "errors", "p50", "p90",
@@ -90,6 +95,12 @@ std::string to_json(const BenchOptions& options, const BenchResults& results) {
                                  {"gradcast", GRADCAST_VERSION},
                                  {"transport", options.transport},
                                  {"world_size", results.world_size}};
+  for (const Place& place : results.places) {
+    json["ranks"].push_back({{"host", place.host},
+                             {"device", place.device},
+                             {"libraries", place.libraries},
+                             {"environment", place.environment}});
+  }
   for (const SweepRow& row : results.sweep) {
     json["sweep"].push_back({{"op", name_of(row.op)},
                              {"size_bytes", row.size_bytes},

@@ -10,6 +10,7 @@
 
 #include "bench/instant_transport.h"
 #include "bench/options.h"
+#include "bench/place.h"
 #include "bench/schedule.h"
 #include "bench/sweep.h"
 #include "gradcast/link_fit.h"
@@ -18,6 +19,7 @@ namespace gradcast {
 
 struct BenchResults {
   int32_t world_size = 1;
+  std::vector<Place> places;  // by rank
   std::vector<SweepRow> sweep;
   std::map<Op, LinkFit> fits;
   LinkModel link;       // of the fits
@@ -26,6 +28,7 @@ struct BenchResults {
   std::optional<Overhead> overhead;
 };
 
+std::string title(const BenchOptions& options, const BenchResults& results);
 // The table of the sweep row by row: large operations take long.
 std::string sweep_header();
 std::string sweep_line(const SweepRow& row, int32_t world_size);

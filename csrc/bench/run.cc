@@ -74,14 +74,14 @@ LinkModel common_link(Group& group, const BenchResults& results) {
   return link_from_json(group.from_first(to_json(results.link)));
 }
 
-void measure(Group& group, const BenchOptions& options, BenchResults& results) {
-  // Before minutes of measuring: it may not be there.
-  Profile profile = options.runs_schedule ? load_profile(options.profile) : Profile{};
-  if (options.runs_schedule) {
-    const double time_factor =
-        options.compute_ms == 0 ? 1 : options.compute_ms * 1e6 / (profile.forward_ns + profile.backward_ns);
-    profile = scaled(profile, time_factor, options.scale_size);
-  }
+Profile profile_of(const BenchOptions& options) {
+  const Profile profile = load_profile(options.profile);
+  const double time_factor =
+      options.compute_ms == 0 ? 1 : options.compute_ms * 1e6 / (profile.forward_ns + profile.backward_ns);
+  return scaled(profile, time_factor, options.scale_size);
+}
+
+void measure(Group& group, const BenchOptions& options, Profile profile, BenchResults& results) {
   Network network(group, profile.tensors, largest_bytes(options.sweep));
   measure_network(group, network, options, results);
   say(group, options, "\n" + fits_text(results) + "\n");
@@ -97,12 +97,14 @@ void measure(Group& group, const BenchOptions& options, BenchResults& results) {
 }
 
 void run(Group& group, const BenchOptions& options) {
+  // Before minutes of measuring: it may not be there.
+  const Profile profile = options.runs_schedule ? profile_of(options) : Profile{};
   BenchResults results;
   results.world_size = group.world_size();
-  say(group, options,
-      "gradcast-bench: " + std::to_string(group.world_size()) + " ranks over " + options.transport + "\n\n");
+  results.places = places(group);
+  say(group, options, title(options, results));
   if (options.runs_sweep || options.runs_schedule) {
-    measure(group, options, results);
+    measure(group, options, profile, results);
   }
   if (options.runs_overhead) {
     group.barrier();

@@ -1,6 +1,6 @@
 // gradcast-bench: measures a network, and what each policy makes of it.
 //
-// Thread safety: one thread.
+// Thread safety: any thread, one at a time.
 #pragma once
 
 namespace gradcast {

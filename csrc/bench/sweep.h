@@ -39,7 +39,7 @@ struct SweepRow {
   double bus_bandwidth(int32_t world_size) const;
 };
 
-// What the network needs for the sweep.
+// The sweep's largest size, for which the network needs memory.
 int64_t largest_bytes(const SweepOptions& options);
 
 // All sizes of each operation: the same rows on every rank, each passed to `tell` at once. Throws Error{kCommunication}

@@ -57,6 +57,13 @@ TEST_F(NcclBench, PackingCostsNothing) {
   EXPECT_FALSE(results_["link"].contains("pack_ns_per_byte"));
 }
 
+TEST_F(NcclBench, NamesDeviceAndVersions) {
+  EXPECT_EQ(results_["ranks"].size(), 1);
+  EXPECT_EQ(results_["ranks"][0]["device"], "a device of the tests");
+  const std::string libraries = results_["ranks"][0]["libraries"];
+  EXPECT_NE(libraries.find(", NCCL 2.29.0, CUDA 12.8, driver for CUDA 13.0"), std::string::npos) << libraries;
+}
+
 TEST_F(NcclBench, HasOneCommunicator) {
   EXPECT_EQ(fake::destructions(), 1);
   EXPECT_EQ(fake::communicators() + fake::aborts(), 0);

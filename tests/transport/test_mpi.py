@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -125,6 +127,7 @@ def peak_kb(*arguments: str) -> int:
 def check_results(results: dict, transport: str, world_size: int) -> None:
     assert (results["version"], results["kind"]) == (1, "gradcast-bench")
     assert (results["transport"], results["world_size"]) == (transport, world_size)
+    assert [rank["host"] for rank in results["ranks"]] == world_size * [platform.node()]
     assert [row["size_bytes"] for row in results["sweep"] if row["op"] == "all_reduce"] == [1024, 4096, 16384, 65536]
     assert {row["op"] for row in results["sweep"]} == {"all_reduce", "reduce_scatter", "all_gather"}
     assert all(row["errors"] == 0 and 0 < row["low_ns"] <= row["time_ns"] <= row["high_ns"] for row in results["sweep"])
@@ -154,7 +157,9 @@ def test_bench_between_threads():
 def test_bench_between_processes():
     ended = mpirun(4, str(BENCH), "--transport", "mpi", "--json", *QUICK)
     assert ended.returncode == 0, ended.stderr
-    check_results(json.loads(ended.stdout), "mpi", 4)
+    results = json.loads(ended.stdout)
+    check_results(results, "mpi", 4)
+    assert all(re.match(r"[\w ]*MPI", rank["libraries"]) for rank in results["ranks"])
 
 
 @needs_bench
@@ -211,6 +216,17 @@ def test_bench_keeps_no_operation_that_has_ended():
     """A list of them would grow by megabytes, and each operation would search it."""
     peaks_kb = [peak_kb("--ranks", "1", "--sweep", *ONE_SIZE, "--iterations", str(count)) for count in (100, 30_000)]
     assert peaks_kb[1] < peaks_kb[0] + 2048
+
+
+@needs_bench
+def test_bench_names_hosts_and_settings_of_nccl(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    arguments = ["--ranks", "2", "--sweep", *ONE_SIZE]
+    assert [rank["environment"] for rank in results_of(*arguments)["ranks"]] == [settings, settings]
+    lines = bench(*arguments).stdout.splitlines()
+    assert lines[1].startswith(f"  2 ranks on {platform.node()}")
+    assert "  NCCL_ALGO=Ring" in lines
 
 
 @needs_bench
