@@ -5,7 +5,7 @@
 
 namespace gradcast {
 
-// The whole program, apart from its main(). Returns the exit code.
+// The whole program without main(). Returns the exit code.
 int run_bench(int argc, char** argv);
 
 }  // namespace gradcast

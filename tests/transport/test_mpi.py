@@ -151,7 +151,6 @@ def test_bench_between_threads():
     check_results(results_of("--ranks", "3", *QUICK), "inproc", 3)
 
 
-@pytest.mark.slow
 @needs_bench
 @needs_mpi
 def test_bench_between_processes():
@@ -244,6 +243,13 @@ def test_bench_warms_up_as_often_as_told():
     begin = time.monotonic()
     results_of(*slow, "--warmup", "60")
     assert time.monotonic() - begin > 3 * 62 * 5e-3
+
+
+@needs_bench
+def test_bench_checks_sums_piece_by_piece():
+    """Two pieces and a part of a third; each rank's own elements begin and end inside of one."""
+    rows = results_of("--ranks", "3", "--sweep", "--bytes-min", "2.3M", "--bytes-max", "2.3M", "--iterations", "1")
+    assert [row["errors"] for row in rows["sweep"]] == [0, 0, 0]
 
 
 @needs_bench
