@@ -24,6 +24,10 @@ class Group {
   virtual int32_t rank() const = 0;
   virtual int32_t world_size() const = 0;
 
+  // For people: what sends the blocks, with its version, and the device of this rank. Empty where there is none.
+  virtual std::string libraries() const { return ""; }
+  virtual std::string device() const { return ""; }
+
   // Zeroed memory that the group's transports sum in: the host's, unless a subclass says otherwise.
   virtual std::shared_ptr<void> allocate(int64_t size_bytes) {
     const auto bytes = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(size_bytes));
@@ -35,13 +39,18 @@ class Group {
   }
   // Compute that ends at this time of the steady clock: by default the thread sleeps; on a device a kernel spins.
   virtual void compute_until(int64_t time_ns) { sleep_until(time_ns); }
+  // The cost per byte of packing a block of several ranges into a message and unpacking it again, on this rank: by
+  // default measured in the host's memory.
+  virtual double pack_ns_per_byte();
 
   // All below are collective.
   virtual std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) = 0;
-  // Every rank's numbers, by rank. REQUIRES: as many on each.
-  virtual std::vector<std::vector<double>> gather(const std::vector<double>& own) = 0;
-  virtual std::string from_first(const std::string& text) = 0;
-  void barrier() { gather({}); }
+  // Every rank's text, by rank.
+  virtual std::vector<std::string> gather_texts(const std::string& own) = 0;
+  // Every rank's numbers, by rank.
+  std::vector<std::vector<double>> gather(const std::vector<double>& own);
+  std::string from_first(const std::string& text) { return gather_texts(rank() == 0 ? text : "").front(); }
+  void barrier() { gather_texts(""); }
 };
 
 // Runs `action` on `world_size` threads. Each has a Group over the in-process transport, whose emulated network has

@@ -32,7 +32,8 @@ The sweep:
   --bytes-min N        smallest size; k, M and G may follow (1024s)        [1k]
   --bytes-max N        largest size                                        [64M]
   --factor X           from one size to the next                           [2]
-  --iterations N       of each size, after a quarter as many               [20]
+  --iterations N       of each size that are measured                      [20]
+  --warmup N           before them, not measured                           [5]
 The schedule:
   --profile P          a bundled profile (resnet50, vgg16, ...) or a file  [resnet50]
   --compute-ms X       compute of a step                                   [the profile's]
@@ -64,8 +65,8 @@ double number(const std::string& name, const std::string& text, double least, do
   return value;
 }
 
-int32_t count(const std::string& name, const std::string& text, int32_t most) {
-  const double value = number(name, text, 1, most);
+int32_t count(const std::string& name, const std::string& text, int32_t most, int32_t least = 1) {
+  const double value = number(name, text, least, most);
   if (value != std::floor(value)) {
     refuse(name, text, "a whole number");
   }
@@ -116,6 +117,7 @@ const std::map<std::string, Setter>& setters() {
       {"bytes-max", [](auto& o, const auto& n, const auto& t) { o.sweep.bytes_max = bytes(n, t); }},
       {"factor", [](auto& o, const auto& n, const auto& t) { o.sweep.factor = number(n, t, 1.1, 1024); }},
       {"iterations", [](auto& o, const auto& n, const auto& t) { o.sweep.iteration_count = count(n, t, 1'000'000); }},
+      {"warmup", [](auto& o, const auto& n, const auto& t) { o.sweep.warmup_count = count(n, t, 1'000'000, 0); }},
       {"profile", [](auto& o, const auto&, const auto& t) { o.profile = t; }},
       {"compute-ms", [](auto& o, const auto& n, const auto& t) { o.compute_ms = number(n, t, 0.001, 1e6); }},
       {"scale-size", [](auto& o, const auto& n, const auto& t) { o.scale_size = number(n, t, 1e-9, 1e3); }},

@@ -3,9 +3,9 @@
 #ifdef GRADCAST_HAS_MPI
 #include <mpi.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <numeric>
 #include <utility>
 
 #include "gradcast/mpi.h"
@@ -37,28 +37,26 @@ class MpiGroup : public Group {
     return make_mpi_transport(MPI_COMM_WORLD, std::move(buffers));
   }
 
-  std::vector<std::vector<double>> gather(const std::vector<double>& own) override {
-    const int count = static_cast<int>(own.size());
-    std::vector<double> all(own.size() * static_cast<size_t>(world_size_));
-    if (own.empty()) {
-      MPI_Barrier(MPI_COMM_WORLD);
-    } else {
-      MPI_Allgather(own.data(), count, MPI_DOUBLE, all.data(), count, MPI_DOUBLE, MPI_COMM_WORLD);
-    }
-    std::vector<std::vector<double>> numbers;
-    for (int rank = 0; rank < world_size_; ++rank) {
-      numbers.emplace_back(all.begin() + rank * count, all.begin() + (rank + 1) * count);
-    }
-    return numbers;
+  std::string libraries() const override {
+    char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+    int length = 0;
+    MPI_Get_library_version(text, &length);
+    return std::string(text).substr(0, std::string(text).find_first_of(",\n"));  // then comes how it was built
   }
 
-  std::string from_first(const std::string& text) override {
-    uint64_t size = text.size();
-    MPI_Bcast(&size, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
-    std::string copy = text;
-    copy.resize(size);
-    MPI_Bcast(copy.data(), static_cast<int>(size), MPI_CHAR, 0, MPI_COMM_WORLD);
-    return copy;
+  std::vector<std::string> gather_texts(const std::string& own) override {
+    const int size = static_cast<int>(own.size());
+    std::vector<int> sizes(static_cast<size_t>(world_size_));
+    MPI_Allgather(&size, 1, MPI_INT, sizes.data(), 1, MPI_INT, MPI_COMM_WORLD);
+    std::vector<int> offsets(sizes.size());
+    std::exclusive_scan(sizes.begin(), sizes.end(), offsets.begin(), 0);
+    std::string all(static_cast<size_t>(offsets.back() + sizes.back()), '\0');
+    MPI_Allgatherv(own.data(), size, MPI_CHAR, all.data(), sizes.data(), offsets.data(), MPI_CHAR, MPI_COMM_WORLD);
+    std::vector<std::string> texts;
+    for (size_t rank = 0; rank < sizes.size(); ++rank) {
+      texts.push_back(all.substr(static_cast<size_t>(offsets[rank]), static_cast<size_t>(sizes[rank])));
+    }
+    return texts;
   }
 
  private:
@@ -71,6 +69,10 @@ void require(cudaError_t error, const char* action) {
   if (error != cudaSuccess) {
     throw Error(ErrorCode::kCommunication, std::string("CUDA could not ") + action + ": " + cudaGetErrorString(error));
   }
+}
+
+std::string cuda_version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version / 10 % 100);
 }
 
 class NcclGroup final : public MpiGroup {
@@ -92,6 +94,20 @@ class NcclGroup final : public MpiGroup {
   }
   ~NcclGroup() override { cudaStreamDestroy(compute_); }
 
+  std::string libraries() const override {
+    int runtime = 0;
+    int driver = 0;
+    require(cudaRuntimeGetVersion(&runtime), "say its version");
+    require(cudaDriverGetVersion(&driver), "say the driver's version");
+    return MpiGroup::libraries() + ", NCCL " + nccl_version_text() + ", CUDA " + cuda_version_text(runtime) +
+           ", driver for CUDA " + cuda_version_text(driver);
+  }
+  std::string device() const override {
+    cudaDeviceProp properties{};
+    require(cudaGetDeviceProperties(&properties, device_), "describe the device");
+    return properties.name;
+  }
+
   std::shared_ptr<void> allocate(int64_t size_bytes) override {
     std::shared_ptr<void> memory = allocate_for_nccl(size_bytes);
     require(cudaMemset(memory.get(), 0, static_cast<size_t>(size_bytes)), "clear memory");
@@ -110,6 +126,8 @@ class NcclGroup final : public MpiGroup {
       require(cudaStreamSynchronize(compute_), "compute");
     }
   }
+  // NCCL reduces each range where it lies. Only halves of an all-reduce are packed, by copies on the device.
+  double pack_ns_per_byte() override { return 0; }
   std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) override {
     const std::string id = from_first(rank() == 0 ? new_nccl_id() : "");
     return make_nccl_transport(id, rank(), world_size(), std::move(buffers), {.device = device_});

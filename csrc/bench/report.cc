@@ -39,18 +39,24 @@ std::string fit_text(Op op, const LinkFit& fit) {
 
 }  // namespace
 
+std::string title(const BenchOptions& options, const BenchResults& results) {
+  return "gradcast-bench " GRADCAST_VERSION ": " + std::to_string(results.world_size) + " ranks over " +
+         options.transport + "\n" + places_text(results.places) + "\n";
+}
+
 std::string sweep_header() {
-  return line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "size", "count", "type", "redop", "operation", "time", "algbw",
-              "busbw", "errors") +
-         line("%12s %12s %8s %6s %14s %12s %9s %9s %7s", "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)",
-              "");
+  const char* const format = "%12s %12s %8s %6s %14s %11s %9s %9s %7s %11s %11s %11s";
+  return line(format, "size", "count", "type", "redop", "operation", "time", "algbw", "busbw", "errors", "p50", "p90",
+              "p99") +
+         line(format, "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)");
 }
 
 std::string sweep_line(const SweepRow& row, int32_t world_size) {
-  return line("%12lld %12lld %8s %6s %14s %12.1f %9.3f %9.3f %7lld", static_cast<long long>(row.size_bytes),
-              static_cast<long long>(row.size_bytes / 4), "float", row.op == Op::kAllGather ? "none" : "sum",
-              name_of(row.op).c_str(), row.time_ns / 1e3, row.algorithm_bandwidth(), row.bus_bandwidth(world_size),
-              static_cast<long long>(row.error_count));
+  return line("%12lld %12lld %8s %6s %14s %11.1f %9.3f %9.3f %7lld %11.1f %11.1f %11.1f",
+              static_cast<long long>(row.size_bytes), static_cast<long long>(row.size_bytes / 4), "float",
+              row.op == Op::kAllGather ? "none" : "sum", name_of(row.op).c_str(), row.time_ns / 1e3,
+              row.algorithm_bandwidth(), row.bus_bandwidth(world_size), static_cast<long long>(row.error_count),
+              row.p50_ns / 1e3, row.p90_ns / 1e3, row.p99_ns / 1e3);
 }
 
 std::string fits_text(const BenchResults& results) {
@@ -74,14 +80,6 @@ std::string schedule_table(const BenchResults& results) {
   return text + "ms per step of " + results.profile + "; compute is played by waiting\n";
 }
 
-LinkModel link_of(const BenchResults& results) {
-  LinkModel link;
-  for (const auto& [op, fit] : results.fits) {
-    link.of(op) = fit.cost;
-  }
-  return link;
-}
-
 std::string overhead_table(const BenchResults& results) {
   return line("The engine costs %.2f us per block, and %.2f us of the caller per gradient.",
               results.overhead->block_ns / 1e3, results.overhead->ready_ns / 1e3);
@@ -97,12 +95,21 @@ std::string to_json(const BenchOptions& options, const BenchResults& results) {
                                  {"gradcast", GRADCAST_VERSION},
                                  {"transport", options.transport},
                                  {"world_size", results.world_size}};
+  for (const Place& place : results.places) {
+    json["ranks"].push_back({{"host", place.host},
+                             {"device", place.device},
+                             {"libraries", place.libraries},
+                             {"environment", place.environment}});
+  }
   for (const SweepRow& row : results.sweep) {
     json["sweep"].push_back({{"op", name_of(row.op)},
                              {"size_bytes", row.size_bytes},
                              {"time_ns", row.time_ns},
                              {"low_ns", row.low_ns},
                              {"high_ns", row.high_ns},
+                             {"p50_ns", row.p50_ns},
+                             {"p90_ns", row.p90_ns},
+                             {"p99_ns", row.p99_ns},
                              {"algbw_gb_per_s", row.algorithm_bandwidth()},
                              {"busbw_gb_per_s", row.bus_bandwidth(results.world_size)},
                              {"errors", row.error_count}});
@@ -112,7 +119,7 @@ std::string to_json(const BenchOptions& options, const BenchResults& results) {
                                 {"relative_error_max", fit.relative_error_max}};
   }
   if (!results.fits.empty()) {
-    json["link"] = nlohmann::ordered_json::parse(to_json(link_of(results)));
+    json["link"] = nlohmann::ordered_json::parse(to_json(results.link));
   }
   for (const ScheduleRow& row : results.schedule) {
     json["schedule"].push_back({{"policy", row.policy},

@@ -12,7 +12,6 @@
 #include "gradcast/policy.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
-#include "transport/common/host_memory.h"
 
 namespace gradcast {
 namespace {
@@ -24,52 +23,21 @@ double updates_ns(const Profile& profile) {
                          [](double sum, const Tensor& tensor) { return sum + tensor.update_ns; });
 }
 
-// Memory for a profile's gradients: one for all plans, which take turns.
-class Gradients {
- public:
-  Gradients(Group& group, const Profile& profile) {
-    std::vector<int64_t> buffer_bytes;
-    std::vector<Element> elements;
-    for (const Tensor& tensor : profile.tensors) {
-      if (tensor.element_bytes != 4 && tensor.element_bytes != 8) {
-        throw Error(ErrorCode::kInvalidOption, tensor.name + " has elements of " +
-                                                   std::to_string(tensor.element_bytes) +
-                                                   " bytes; the transports of gradcast-bench sum float32 and float64");
-      }
-      buffer_bytes.resize(std::max(buffer_bytes.size(), static_cast<size_t>(tensor.buffer) + 1));
-      elements.resize(buffer_bytes.size());
-      buffer_bytes[tensor.buffer] += tensor.bytes;
-      elements[tensor.buffer] = tensor.element_bytes == 8 ? Element::kFloat64 : Element::kFloat32;
-    }
-    for (size_t i = 0; i < buffer_bytes.size(); ++i) {
-      memory_.push_back(group.allocate(buffer_bytes[i]));
-      buffers_.push_back({memory_.back().get(), buffer_bytes[i], elements[i]});
-    }
-  }
-
-  const std::vector<HostBuffer>& buffers() const { return buffers_; }
-
- private:
-  std::vector<std::shared_ptr<void>> memory_;
-  std::vector<HostBuffer> buffers_;
-};
-
-// One rank that trains under one plan.
+// One rank that trains under one plan after the other.
 class Trainer {
  public:
-  Trainer(Group& group, const Profile& profile, const Gradients& gradients, Plan plan)
-      : group_(group),
-        profile_(profile),
-        plan_(std::move(plan)),
-        transport_(group.make_transport(gradients.buffers())),
-        engine_(*transport_, {}) {
-    engine_.follow(profile_, plan_);
+  Trainer(Group& group, Network& network, const Profile& profile)
+      : group_(group), profile_(profile), engine_(network, {}) {
     by_ready_.resize(profile.tensors.size());
     std::iota(by_ready_.rbegin(), by_ready_.rend(), 0);
     std::ranges::stable_sort(by_ready_, {}, [&](int32_t i) { return profile.tensors[i].ready_ns; });
   }
 
-  const Plan& plan() const { return plan_; }
+  void follow(const Plan& plan) {
+    engine_.follow(profile_, plan);
+    mode_ = plan.mode;
+    policy_ = plan.policy;
+  }
 
   // From the start of backward to the end of the next forward.
   double step_ns() {
@@ -81,7 +49,7 @@ class Trainer {
     }
     double clock_ns = static_cast<double>(begin_ns) + profile_.backward_ns;
     group_.compute_until(std::llround(clock_ns));
-    if (plan_.mode == Mode::kHook) {
+    if (mode_ == Mode::kHook) {
       wait_for(by_ready_, clock_ns);
       clock_ns += profile_.forward_ns + updates_ns(profile_);
     } else {
@@ -111,16 +79,16 @@ class Trainer {
       return;
     }
     if (!engine_.wait(tensors, kPatienceNs)) {
-      throw Error(ErrorCode::kCommunication, "policy " + plan_.policy + ": after 60 s " + engine_.waiting_for());
+      throw Error(ErrorCode::kCommunication, "policy " + policy_ + ": after 60 s " + engine_.waiting_for());
     }
     clock_ns = std::max(clock_ns, static_cast<double>(steady_now_ns()));
   }
 
   Group& group_;
   const Profile& profile_;
-  const Plan plan_;
-  const std::unique_ptr<Transport> transport_;
   Engine engine_;
+  Mode mode_ = Mode::kOverlap;
+  std::string policy_;
   std::vector<int32_t> by_ready_;
 };
 
@@ -154,25 +122,23 @@ std::vector<double> steps_ns(Group& group, Trainer& trainer, int32_t step_count)
 
 }  // namespace
 
-std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options,
-                                  const std::function<void(int32_t round)>& tell) {
+std::vector<ScheduleRow> schedule(Group& group, Network& network, const Profile& profile,
+                                  const ScheduleOptions& options, const std::function<void(int32_t round)>& tell) {
   wake_promptly();
-  const Gradients gradients(group, profile);
-  std::vector<std::unique_ptr<Trainer>> trainers;
-  for (Plan& plan : plans_of(profile, options)) {
-    trainers.push_back(std::make_unique<Trainer>(group, profile, gradients, std::move(plan)));
-  }
-  std::vector<std::vector<double>> times_ns(trainers.size());
+  Trainer trainer(group, network, profile);
+  const std::vector<Plan> plans = plans_of(profile, options);
+  std::vector<std::vector<double>> times_ns(plans.size());
   for (int32_t round = 0; round < options.round_count; ++round) {
     tell(round + 1);
-    for (size_t i = 0; i < trainers.size(); ++i) {
-      const std::vector<double> found_ns = steps_ns(group, *trainers[i], options.step_count);
+    for (size_t i = 0; i < plans.size(); ++i) {
+      trainer.follow(plans[i]);
+      const std::vector<double> found_ns = steps_ns(group, trainer, options.step_count);
       times_ns[i].insert(times_ns[i].end(), found_ns.begin(), found_ns.end());
     }
   }
   std::vector<ScheduleRow> rows;
-  for (size_t i = 0; i < trainers.size(); ++i) {
-    const Plan& plan = trainers[i]->plan();
+  for (size_t i = 0; i < plans.size(); ++i) {
+    const Plan& plan = plans[i];
     std::ranges::sort(times_ns[i]);
     rows.push_back({.policy = plan.policy,
                     .block_count = static_cast<int32_t>(plan.blocks.size()),
@@ -184,23 +150,6 @@ std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const Sc
                     .compute_ns = profile.backward_ns + profile.forward_ns + updates_ns(profile)});
   }
   return rows;
-}
-
-double pack_ns_per_byte() {
-  constexpr int64_t kBytes = 4 << 20;
-  std::vector<std::byte> numbers(kBytes);
-  std::vector<std::byte> message(kBytes);
-  const HostBuffer buffer{numbers.data(), kBytes, Element::kFloat32};
-  const Range halves[] = {{0, kBytes / 2}, {kBytes / 2, kBytes}};
-  std::vector<double> times_ns;
-  for (int i = 0; i < 9; ++i) {
-    const int64_t begin_ns = steady_now_ns();
-    pack(message.data(), buffer, halves);
-    unpack(buffer, halves, message.data());
-    times_ns.push_back(static_cast<double>(steady_now_ns() - begin_ns));
-  }
-  std::ranges::sort(times_ns);
-  return times_ns[times_ns.size() / 2] / kBytes;
 }
 
 Profile scaled(const Profile& profile, double time_factor, double bytes_factor) {

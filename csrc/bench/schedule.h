@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bench/group.h"
+#include "bench/network.h"
 #include "gradcast/profile.h"
 #include "gradcast/types.h"
 
@@ -39,11 +40,8 @@ struct ScheduleRow {
 // Every policy that the profile's link allows in this mode; the same rows on every rank.
 // Throws Error{kCommunication} where a step has not ended after a minute.
 // Calls `tell` before each round, with its number from 1.
-std::vector<ScheduleRow> schedule(Group& group, const Profile& profile, const ScheduleOptions& options,
-                                  const std::function<void(int32_t round)>& tell);
-
-// The cost per byte of packing into a message and unpacking again, on this rank.
-double pack_ns_per_byte();
+std::vector<ScheduleRow> schedule(Group& group, Network& network, const Profile& profile,
+                                  const ScheduleOptions& options, const std::function<void(int32_t round)>& tell);
 
 // The profile with all times and all sizes multiplied; each tensor keeps at least one element.
 Profile scaled(const Profile& profile, double time_factor, double bytes_factor);

@@ -7,7 +7,6 @@
 #include "bench/transport_driver.h"
 #include "gradcast/error.h"
 #include "platform/clock.h"
-#include "transport/common/host_memory.h"
 #include "transport/common/parts.h"
 
 namespace gradcast {
@@ -24,94 +23,116 @@ float sum_of_numbers(int64_t world_size, int64_t element) {
   return static_cast<float>(world_size * (element % 13) + world_size * (world_size - 1) / 2);
 }
 
-// One operation after the other over one buffer.
+// Of the host's numbers at a time: the sizes reach gigabytes.
+constexpr int64_t kPieceElements = 1 << 18;
+
+std::vector<int64_t> sizes_bytes(const SweepOptions& options) {
+  std::vector<int64_t> sizes;
+  for (auto bytes = static_cast<double>(options.bytes_min);
+       bytes <= static_cast<double>(options.bytes_max) * (1 + 1e-9); bytes *= options.factor) {
+    const int64_t element_count = std::max<int64_t>(1, std::llround(bytes / sizeof(float)));
+    sizes.push_back(element_count * static_cast<int64_t>(sizeof(float)));
+  }
+  sizes.erase(std::ranges::unique(sizes).begin(), sizes.end());  // of the smallest a step may be no element
+  return sizes;
+}
+
+double percentile(const std::vector<double>& ascending, size_t percent) {
+  return ascending[(ascending.size() * percent + 99) / 100 - 1];
+}
+
+// One operation after the other, each at the beginning of the network's buffer for them.
 class Runner {
  public:
-  Runner(Group& group, Op op, int64_t size_bytes)
-      : group_(group),
-        op_(op),
-        numbers_(static_cast<size_t>(size_bytes) / sizeof(float)),
-        memory_(group.allocate(size_bytes)),
-        transport_(group.make_transport({{memory_.get(), size_bytes, Element::kFloat32}})),
-        driver_(*transport_) {}
+  Runner(Group& group, Network& network) : group_(group), network_(network), driver_(network) {}
   ~Runner() { driver_.close(); }
 
-  int64_t size_bytes() const { return static_cast<int64_t>(numbers_.size() * sizeof(float)); }
-
-  double run_ns() {
+  double run_ns(Op op, int64_t size_bytes) {
     const int64_t begin_ns = steady_now_ns();
-    driver_.start(ticket_, {{0, size_bytes()}}, op_, 0);
+    driver_.start(ticket_, {{0, size_bytes}}, op, network_.sweep_buffer());
     const auto error = driver_.wait(ticket_, kPatienceNs);
     const int64_t end_ns = steady_now_ns();
     ++ticket_;
+    driver_.forget_completed();
     if (!error || !error->empty()) {
       throw Error(
           ErrorCode::kCommunication,
-          std::string(to_string(op_)) + " of " + std::to_string(size_bytes()) + " bytes " +
+          std::string(to_string(op)) + " of " + std::to_string(size_bytes) + " bytes " +
               (error ? "failed: " + *error : "has not ended after 60 s on rank " + std::to_string(group_.rank())));
     }
     return static_cast<double>(end_ns - begin_ns);
   }
 
-  int64_t wrong_count() {
-    const auto count = static_cast<int64_t>(numbers_.size());
+  int64_t wrong_count(Op op, int64_t size_bytes) {
+    const int64_t count = size_bytes / static_cast<int64_t>(sizeof(float));
     const Part own = part_of(group_.rank(), group_.world_size(), count);
-    for (int64_t i = 0; i < count; ++i) {
-      const bool is_given = op_ != Op::kAllGather || (i >= own.first && i < own.last);
-      numbers_[i] = is_given ? number(group_.rank(), i) : -1;
-    }
-    group_.copy(memory_.get(), numbers_.data(), size_bytes());
-    run_ns();
-    group_.copy(numbers_.data(), memory_.get(), size_bytes());
+    for_pieces({0, count}, [&](std::vector<float>& numbers, const Part& piece, void* place) {
+      for (int64_t i = piece.first; i < piece.last; ++i) {
+        const bool is_given = op != Op::kAllGather || (i >= own.first && i < own.last);
+        numbers[i - piece.first] = is_given ? number(group_.rank(), i) : -1;
+      }
+      group_.copy(place, numbers.data(), bytes_of(piece));
+    });
+    run_ns(op, size_bytes);
+    const auto part_count = part_of(0, group_.world_size(), count).count();
     int64_t wrong_count = 0;
-    for (int64_t i = op_ == Op::kReduceScatter ? own.first : 0; i < (op_ == Op::kReduceScatter ? own.last : count);
-         ++i) {
-      wrong_count += numbers_[i] == expected(i) ? 0 : 1;
-    }
+    for_pieces(op == Op::kReduceScatter ? own : Part{0, count},
+               [&](std::vector<float>& numbers, const Part& piece, const void* place) {
+                 group_.copy(numbers.data(), place, bytes_of(piece));
+                 for (int64_t i = piece.first; i < piece.last; ++i) {
+                   const float expected = op == Op::kAllGather ? number(static_cast<int32_t>(i / part_count), i)
+                                                               : sum_of_numbers(group_.world_size(), i);
+                   wrong_count += numbers[i - piece.first] == expected ? 0 : 1;
+                 }
+               });
     return wrong_count;
   }
 
- private:
-  float expected(int64_t element) const {
-    const int32_t world_size = group_.world_size();
-    if (op_ == Op::kAllGather) {
-      const auto part = part_of(0, world_size, static_cast<int64_t>(numbers_.size())).count();
-      return number(static_cast<int32_t>(element / part), element);
+  SweepRow measured(Op op, int64_t size_bytes, const SweepOptions& options) {
+    const auto wrong = static_cast<double>(wrong_count(op, size_bytes));
+    for (int32_t i = 0; i < options.warmup_count; ++i) {
+      run_ns(op, size_bytes);
     }
-    return sum_of_numbers(world_size, element);
+    group_.barrier();
+    std::vector<double> times_ns;
+    for (int32_t i = 0; i < options.iteration_count; ++i) {
+      times_ns.push_back(run_ns(op, size_bytes));
+    }
+    std::ranges::sort(times_ns);
+    const double mean_ns = std::accumulate(times_ns.begin(), times_ns.end(), 0.0) / options.iteration_count;
+    SweepRow row{.op = op, .size_bytes = size_bytes, .low_ns = times_ns.front()};
+    for (const std::vector<double>& rank :
+         group_.gather({mean_ns, times_ns.front(), times_ns.back(), percentile(times_ns, 50), percentile(times_ns, 90),
+                        percentile(times_ns, 99), wrong})) {
+      row.time_ns += rank[0] / group_.world_size();
+      row.low_ns = std::min(row.low_ns, rank[1]);
+      row.high_ns = std::max(row.high_ns, rank[2]);
+      row.p50_ns = std::max(row.p50_ns, rank[3]);
+      row.p90_ns = std::max(row.p90_ns, rank[4]);
+      row.p99_ns = std::max(row.p99_ns, rank[5]);
+      row.error_count += std::llround(rank[6]);
+    }
+    return row;
+  }
+
+ private:
+  static int64_t bytes_of(const Part& part) { return part.count() * static_cast<int64_t>(sizeof(float)); }
+
+  // Calls `action` with memory of the host, elements, and their place in the network's buffer, until all are through.
+  template <typename Action>
+  void for_pieces(const Part& all, const Action& action) {
+    std::vector<float> numbers(static_cast<size_t>(std::min(kPieceElements, all.count())));
+    for (int64_t first = all.first; first < all.last; first += kPieceElements) {
+      action(numbers, Part{first, std::min(first + kPieceElements, all.last)},
+             static_cast<float*>(network_.sweep_memory()) + first);
+    }
   }
 
   Group& group_;
-  const Op op_;
-  std::vector<float> numbers_;
-  const std::shared_ptr<void> memory_;
-  const std::unique_ptr<Transport> transport_;
+  Network& network_;
   TransportDriver driver_;
   int64_t ticket_ = 0;
 };
-
-SweepRow measured(Group& group, Op op, int64_t size_bytes, int32_t iteration_count) {
-  Runner runner(group, op, size_bytes);
-  const auto wrong_count = static_cast<double>(runner.wrong_count());
-  for (int32_t i = 0; i < iteration_count / 4; ++i) {
-    runner.run_ns();
-  }
-  group.barrier();
-  std::vector<double> times_ns;
-  for (int32_t i = 0; i < iteration_count; ++i) {
-    times_ns.push_back(runner.run_ns());
-  }
-  const auto [low, high] = std::ranges::minmax(times_ns);
-  const double sum_ns = std::accumulate(times_ns.begin(), times_ns.end(), 0.0);
-  SweepRow row{op, runner.size_bytes(), 0, low, high, 0};
-  for (const std::vector<double>& rank : group.gather({sum_ns, low, high, wrong_count})) {
-    row.time_ns += rank[0] / (iteration_count * static_cast<double>(group.world_size()));
-    row.low_ns = std::min(row.low_ns, rank[1]);
-    row.high_ns = std::max(row.high_ns, rank[2]);
-    row.error_count += std::llround(rank[3]);
-  }
-  return row;
-}
 
 }  // namespace
 
@@ -124,17 +145,19 @@ double SweepRow::bus_bandwidth(int32_t world_size) const {
   return algorithm_bandwidth() * (op == Op::kAllReduce ? 2 * share : share);
 }
 
-std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
+int64_t largest_bytes(const SweepOptions& options) {
+  return sizes_bytes(options).back();
+}
+
+std::vector<SweepRow> sweep(Group& group, Network& network, const SweepOptions& options,
                             const std::function<void(const SweepRow&)>& tell) {
+  Runner runner(group, network);
   std::vector<SweepRow> rows;
-  auto bytes = static_cast<double>(options.bytes_min);
-  while (bytes <= static_cast<double>(options.bytes_max) * (1 + 1e-9)) {
-    const int64_t element_count = std::max<int64_t>(1, std::llround(bytes / sizeof(float)));
-    const int64_t size_bytes = element_count * static_cast<int64_t>(sizeof(float));
-    bytes *= options.factor;
-    if (!rows.empty() && rows.back().size_bytes == size_bytes) continue;  // of the smallest a step may be no element
-    rows.push_back(measured(group, op, size_bytes, options.iteration_count));
-    tell(rows.back());
+  for (const Op op : kOps) {
+    for (const int64_t size_bytes : sizes_bytes(options)) {
+      rows.push_back(runner.measured(op, size_bytes, options));
+      tell(rows.back());
+    }
   }
   return rows;
 }

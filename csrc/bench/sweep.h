@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bench/group.h"
+#include "bench/network.h"
 #include "gradcast/link.h"
 #include "gradcast/types.h"
 
@@ -17,15 +18,20 @@ struct SweepOptions {
   int64_t bytes_min = 1024;
   int64_t bytes_max = 64 << 20;
   double factor = 2;             // from one size to the next
-  int32_t iteration_count = 20;  // that count, after a quarter as many that do not
+  int32_t iteration_count = 20;  // that count
+  int32_t warmup_count = 5;      // before them, which do not
 };
 
 struct SweepRow {
   Op op = Op::kAllReduce;
-  int64_t size_bytes = 0;   // of the whole operation: what each rank holds of an all-reduce
-  double time_ns = 0;       // the mean over iterations and ranks
-  double low_ns = 0;        // the fastest rank's quickest iteration
-  double high_ns = 0;       // the slowest rank's slowest one
+  int64_t size_bytes = 0;  // of the whole operation: what each rank holds of an all-reduce
+  double time_ns = 0;      // the mean over iterations and ranks
+  double low_ns = 0;       // the fastest rank's quickest iteration
+  double high_ns = 0;      // the slowest rank's slowest one
+  // So many of 100 iterations take no longer; each of the rank on which it is highest.
+  double p50_ns = 0;
+  double p90_ns = 0;
+  double p99_ns = 0;
   int64_t error_count = 0;  // elements of all ranks that were not the exact sum
 
   // bytes per ns, that is GB/s, as nccl-tests defines them: of the data, and of a link that carries it.
@@ -33,9 +39,12 @@ struct SweepRow {
   double bus_bandwidth(int32_t world_size) const;
 };
 
-// The same rows on every rank, each passed to `tell` at once. Throws Error{kCommunication} where an operation fails, or
-// has not ended after a minute.
-std::vector<SweepRow> sweep(Group& group, Op op, const SweepOptions& options,
+// The sweep's largest size, for which the network needs memory.
+int64_t largest_bytes(const SweepOptions& options);
+
+// All sizes of each operation: the same rows on every rank, each passed to `tell` at once. Throws Error{kCommunication}
+// where an operation fails, or has not ended after a minute.
+std::vector<SweepRow> sweep(Group& group, Network& network, const SweepOptions& options,
                             const std::function<void(const SweepRow&)>& tell);
 
 }  // namespace gradcast

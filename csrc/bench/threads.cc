@@ -13,7 +13,7 @@ namespace {
 // State that the threads share.
 struct Meeting {
   Meeting(int32_t world_size, const InprocCost& network)
-      : cost(network), all(world_size), numbers(static_cast<size_t>(world_size)) {}
+      : cost(network), all(world_size), texts(static_cast<size_t>(world_size)) {}
 
   const InprocCost cost;
 
@@ -43,8 +43,7 @@ struct Meeting {
 
   std::barrier<> all;
   // Each rank writes its own place between two meetings; all read between the next two.
-  std::vector<std::vector<double>> numbers;
-  std::string text;
+  std::vector<std::string> texts;
   std::shared_ptr<InprocWorld> world;
 
   Mutex mutex;
@@ -56,38 +55,27 @@ class ThreadGroup final : public Group {
   ThreadGroup(Meeting& meeting, int32_t rank) : meeting_(meeting), rank_(rank) {}
 
   int32_t rank() const override { return rank_; }
-  int32_t world_size() const override { return static_cast<int32_t>(meeting_.numbers.size()); }
+  int32_t world_size() const override { return static_cast<int32_t>(meeting_.texts.size()); }
 
   std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) override {
-    const auto make = [&] { return std::make_shared<InprocWorld>(world_size(), meeting_.cost); };
-    return from_first(meeting_.world, make)->transport(rank_, std::move(buffers));
+    if (rank_ == 0) {
+      meeting_.world = std::make_shared<InprocWorld>(world_size(), meeting_.cost);
+    }
+    meeting_.meet();
+    std::unique_ptr<Transport> transport = meeting_.world->transport(rank_, std::move(buffers));
+    meeting_.meet();
+    return transport;
   }
 
-  std::vector<std::vector<double>> gather(const std::vector<double>& own) override {
-    meeting_.numbers[rank_] = own;
+  std::vector<std::string> gather_texts(const std::string& own) override {
+    meeting_.texts[rank_] = own;
     meeting_.meet();
-    std::vector<std::vector<double>> numbers = meeting_.numbers;
+    std::vector<std::string> texts = meeting_.texts;
     meeting_.meet();
-    return numbers;
-  }
-
-  std::string from_first(const std::string& text) override {
-    return from_first(meeting_.text, [&] { return text; });
+    return texts;
   }
 
  private:
-  // Rank 0's value, passed to all in this place of the meeting.
-  template <typename Value, typename Make>
-  Value from_first(Value& place, const Make& make) {
-    if (rank_ == 0) {
-      place = make();
-    }
-    meeting_.meet();
-    Value copy = place;
-    meeting_.meet();
-    return copy;
-  }
-
   Meeting& meeting_;
   const int32_t rank_;
 };

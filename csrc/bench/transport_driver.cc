@@ -57,6 +57,14 @@ std::vector<std::pair<int64_t, std::string>> TransportDriver::completions() cons
   return completions_;
 }
 
+void TransportDriver::forget_completed() {
+  MutexLock lock(mutex_);
+  for (const auto& [ticket, error] : completions_) {
+    ranges_.erase(ticket);
+  }
+  completions_.clear();
+}
+
 bool TransportDriver::all_completed() const {
   for (const auto& [ticket, ranges] : ranges_) {
     if (completion_of(ticket) == nullptr) return false;

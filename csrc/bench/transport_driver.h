@@ -31,6 +31,8 @@ class TransportDriver final : public CompletionSink {
   std::optional<std::string> wait(int64_t ticket, int64_t timeout_ns);
   // All completions so far, in order.
   std::vector<std::pair<int64_t, std::string>> completions() const;
+  // Drops what has completed, so that memory and the time of wait() do not grow with the operations of a long run.
+  void forget_completed();
   void abort(const std::string& reason) { transport_.abort(reason.c_str()); }
   // Aborts what is in flight, then closes. Idempotent. Returns false if the transport has not completed everything
   // within two seconds: it is then not closed, and neither it nor this driver may be destroyed.

@@ -33,6 +33,9 @@ struct NcclOptions {
 // memory if that is not available. Throws Error{kCommunication} if the device has no memory left.
 std::shared_ptr<void> allocate_for_nccl(int64_t size_bytes);
 
+// Version of the NCCL that is loaded: "2.28.9". Throws Error{kCommunication} for a failure of NCCL.
+std::string nccl_version_text();
+
 // Names a new communicator. One rank calls this and sends the id to all others, for instance by MPI.
 // Throws Error{kCommunication} for a failure of NCCL.
 std::string new_nccl_id();

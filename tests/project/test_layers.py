@@ -69,9 +69,10 @@ LAYERS = {
     "csrc/engine": Layer(LIVE, "csrc/platform/"),
     "csrc/cuda": Layer("", "cuda"),
     # parts.h is written by CMake from parts.h.in.
-    "csrc/bench": Layer(LIVE, f"nlohmann/ mpi.h cuda_runtime getopt.h csrc/cuda/ parts.h {SHARED}"),
+    "csrc/bench": Layer(LIVE, f"nlohmann/ mpi.h cuda_runtime getopt.h unistd.h csrc/cuda/ parts.h {SHARED}"),
     "csrc/bindings": Layer(LIVE, "pybind11/"),
     "tests/support": Layer(TRANSPORT, "gtest/"),
+    "tests/bench": Layer("", "gtest/ nlohmann/ csrc/bench/run.h csrc/cuda/spin.h tests/transport/nccl/"),
     "tests/bindings": Layer(TRANSPORT, "pybind11/ csrc/bindings/ tests/support/ csrc/bench/transport_driver.h"),
     "tests/core": Layer("core", "gtest/ gmock/ nlohmann/ csrc/core/ tests/support/"),
     "tests/engine": Layer(LIVE, f"gtest/ pthread.h unistd.h csrc/engine/ tests/core/ tests/support/ {SHARED}"),

@@ -3,10 +3,13 @@
 import functools
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,7 @@ def test_wrong_use_is_refused_in_a_sentence(program, words):
 BENCH = ROOT / "python/gradcast/bin/gradcast-bench"
 QUICK = ["--bytes-max", "64k", "--factor", "4", "--iterations", "4", "--rounds", "2", "--steps", "1"]
 QUICK += ["--compute-ms", "5", "--scale-size", "0.001"]
+ONE_SIZE = ["--bytes-min", "4", "--bytes-max", "4"]
 
 needs_bench = pytest.mark.skipif(not BENCH.exists(), reason="gradcast-bench is not built: make test builds it")
 
@@ -107,13 +111,30 @@ def results_of(*arguments: str) -> dict:
     return json.loads(ended.stdout)
 
 
+PEAK_KB = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peak_kb(*arguments: str) -> int:
+    """Largest memory of a run. A process starts with its parent's, so a small one lies between."""
+    command = [sys.executable, "-S", "-c", PEAK_KB, str(BENCH), *arguments]
+    return int(subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout)
+
+
 def check_results(results: dict, transport: str, world_size: int) -> None:
     assert (results["version"], results["kind"]) == (1, "gradcast-bench")
     assert (results["transport"], results["world_size"]) == (transport, world_size)
+    assert [rank["host"] for rank in results["ranks"]] == world_size * [platform.node()]
     assert [row["size_bytes"] for row in results["sweep"] if row["op"] == "all_reduce"] == [1024, 4096, 16384, 65536]
     assert {row["op"] for row in results["sweep"]} == {"all_reduce", "reduce_scatter", "all_gather"}
     assert all(row["errors"] == 0 and 0 < row["low_ns"] <= row["time_ns"] <= row["high_ns"] for row in results["sweep"])
+    for row in results["sweep"]:
+        assert row["low_ns"] <= row["p50_ns"] <= row["p90_ns"] <= row["p99_ns"] <= row["high_ns"]
     assert set(results["link"]) >= {"all_reduce", "reduce_scatter", "all_gather"}
+    assert results["link"]["pack_ns_per_byte"] > 0
     policies = [row["policy"] for row in results["schedule"]]
     assert policies[0] == "forecast"
     assert {"ddp", "p3", "prophet", "dear"} < set(policies)
@@ -130,13 +151,14 @@ def test_bench_between_threads():
     check_results(results_of("--ranks", "3", *QUICK), "inproc", 3)
 
 
-@pytest.mark.slow
 @needs_bench
 @needs_mpi
 def test_bench_between_processes():
     ended = mpirun(4, str(BENCH), "--transport", "mpi", "--json", *QUICK)
     assert ended.returncode == 0, ended.stderr
-    check_results(json.loads(ended.stdout), "mpi", 4)
+    results = json.loads(ended.stdout)
+    check_results(results, "mpi", 4)
+    assert all(re.match(r"[\w ]*MPI", rank["libraries"]) for rank in results["ranks"])
 
 
 @needs_bench
@@ -153,7 +175,17 @@ def test_bench_over_nccl_without_a_device():
 def test_bench_prints_tables():
     ended = bench("--ranks", "2", "--alpha-us", "100", "--gbit", "1", *QUICK)
     assert ended.returncode == 0, ended.stderr
-    for word in ("algbw", "busbw", "all_reduce costs", "policy", "forecast", "ms per step of", "us per block"):
+    for word in (
+        "algbw",
+        "busbw",
+        "p50",
+        "p99",
+        "all_reduce costs",
+        "policy",
+        "forecast",
+        "ms per step of",
+        "us per block",
+    ):
         assert word in ended.stdout
 
 
@@ -179,6 +211,48 @@ def test_bench_sweeps_each_size_once_and_tells_of_few():
 
 
 @needs_bench
+def test_bench_keeps_no_operation_that_has_ended():
+    """A list of them would grow by megabytes, and each operation would search it."""
+    peaks_kb = [peak_kb("--ranks", "1", "--sweep", *ONE_SIZE, "--iterations", str(count)) for count in (100, 30_000)]
+    assert peaks_kb[1] < peaks_kb[0] + 2048
+
+
+@needs_bench
+def test_bench_names_hosts_and_settings_of_nccl(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    arguments = ["--ranks", "2", "--sweep", *ONE_SIZE]
+    assert [rank["environment"] for rank in results_of(*arguments)["ranks"]] == [settings, settings]
+    lines = bench(*arguments).stdout.splitlines()
+    assert lines[1].startswith(f"  2 ranks on {platform.node()}")
+    assert "  NCCL_ALGO=Ring" in lines
+
+
+@needs_bench
+def test_bench_percentiles_are_those_of_the_iterations():
+    """Of two iterations half take no longer than the quicker one; without a warm-up the first one counts."""
+    (row, *_) = results_of("--ranks", "1", "--sweep", *ONE_SIZE, "--iterations", "2", "--warmup", "0")["sweep"]
+    assert row["p50_ns"] == row["low_ns"]
+    assert row["p90_ns"] == row["p99_ns"] == row["high_ns"]
+
+
+@needs_bench
+def test_bench_warms_up_as_often_as_told():
+    """Each operation takes 5 ms here."""
+    slow = ["--ranks", "1", "--sweep", *ONE_SIZE, "--iterations", "1", "--alpha-us", "5000"]
+    begin = time.monotonic()
+    results_of(*slow, "--warmup", "60")
+    assert time.monotonic() - begin > 3 * 62 * 5e-3
+
+
+@needs_bench
+def test_bench_checks_sums_piece_by_piece():
+    """Two pieces and a part of a third; each rank's own elements begin and end inside of one."""
+    rows = results_of("--ranks", "3", "--sweep", "--bytes-min", "2.3M", "--bytes-max", "2.3M", "--iterations", "1")
+    assert [row["errors"] for row in rows["sweep"]] == [0, 0, 0]
+
+
+@needs_bench
 def test_bench_takes_no_folder_for_a_profile(tmp_path, monkeypatch):
     (tmp_path / "resnet18").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -192,6 +266,7 @@ def test_bench_takes_no_folder_for_a_profile(tmp_path, monkeypatch):
         (["--transport", "carrier-pigeon"], "--transport is 'carrier-pigeon'; inproc or mpi or nccl is expected"),
         (["--ranks", "0"], "--ranks is '0'; a number from 1 to 1024 is expected"),
         (["--ranks", "2.5"], "a whole number is expected"),
+        (["--warmup", "-1"], "--warmup is '-1'; a number from 0 to 1e+06 is expected"),
         (["--bytes-max", "lots"], "--bytes-max is 'lots'; a size from 4 to 64G"),
         (["--bytes-min", "2M", "--bytes-max", "1M"], "--bytes-max is below --bytes-min"),
         (["--profile", "nowhere.json", *QUICK, "--schedule"], "no file and no bundled profile 'nowhere.json'"),

@@ -41,6 +41,10 @@ std::string version_text(int32_t version) {
          std::to_string(version % 100);
 }
 
+std::string nccl_version_text() {
+  return version_text(nccl_version());
+}
+
 OnDevice::OnDevice(int32_t device) : device_(device) {
   require(cudaGetDevice(&before_), "name the current device");
   if (device_ != before_) require(cudaSetDevice(device_), "use device " + std::to_string(device_));

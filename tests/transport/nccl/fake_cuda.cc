@@ -103,6 +103,19 @@ cudaError_t cudaGetDeviceCount(int* count) {
   *count = kDevices;
   return cudaSuccess;
 }
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 12080;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  *properties = {};
+  std::strcpy(properties->name, "a device of the tests");
+  return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int* device) {
   *device = current_device;
   return cudaSuccess;
@@ -121,6 +134,10 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int
   *stream = new CUstream_st;
   return cudaSuccess;
 }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  *stream = new CUstream_st;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   // What it has begun is ended; the caller does not wait for that.
   const std::lock_guard lock(ending_mutex);
@@ -128,6 +145,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (stream == nullptr) return cudaSuccess;  // what is put there ends at once: cudaMemset and cudaMemcpy
   fake::Place end;
   stream->put([&] { end.reach(); });
   end.wait();
@@ -174,6 +192,14 @@ cudaError_t cudaMallocAsync(void** memory, size_t size, cudaStream_t) {
 }
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
   stream->put([memory] { cudaFree(memory); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* memory, int value, size_t size) {
+  std::memset(memory, value, size);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
+  std::memcpy(to, from, size);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {
