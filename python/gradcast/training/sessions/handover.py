@@ -124,7 +124,7 @@ class Handover(Reduction):
         if gradients.message.has_flagged_unused and not self._ddp_finds_unused:
             return "steps leave parameters out, and this DDP has no find_unused_parameters"
         if self._session.progress.no_sync_blocks.exceeds_ddp:
-            return "backward passes are reduced that DDP would not reduce"
+            return "backward passes run that DDP would not reduce"
         if gradients.passes.graph_count > 1:
             return "the graph of another forward pass is alive"
         if not _has_room(self._setup.group.device, gradients.exchange.buffers.size_bytes):

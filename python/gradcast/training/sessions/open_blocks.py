@@ -21,7 +21,7 @@ class NoSyncBlocks:
     decides: its forward arms the reducer, which reduces the next backward pass, inside of a block or not. Of further
     passes through the outputs of that forward DDP reduces none, and gradcast those outside of the blocks.
 
-    ``exceeds_ddp``: there was such a pass.
+    ``exceeds_ddp``: there was such a pass, or one past DDP, outside of the blocks.
     """
 
     exceeds_ddp = False
@@ -57,7 +57,7 @@ class NoSyncBlocks:
         if self._ddps:
             if all(ddp.reducer.is_armed for ddp in self._ddps):
                 return True
-            self.exceeds_ddp |= outside and not self.is_open
+            self.exceeds_ddp |= not self.is_open
             return outside and not self.is_open
         if forward is not None and outside == self.is_open:
             raise refused(
