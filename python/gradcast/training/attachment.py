@@ -66,6 +66,8 @@ class Attachment:
         fork.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter], progress: Progress | None = None) -> None:
+        if self._handover is not None:
+            self._handover.end_session()
         self.callbacks.follow(parameters)
         self.session = Session(self._setup, parameters, self._given, progress)
         if self._balancing is not None:
@@ -97,8 +99,9 @@ class Attachment:
         self._compiled.release()
         if not self.session.released:
             self.session.release(leaves=leaves, reusable=reusable)
-        if self._handover is not None:
-            self._handover.release()
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            handover.release()
         # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
         del self._setup, self._layout, self._compiled
 

@@ -36,6 +36,8 @@ _INTERVAL_MAX = 3200
 # A trial has so many steps. In the first ones DDP has one bucket, and then forms its buckets anew.
 _TRIAL_STEPS = 6
 _TRIAL_SKIPPED = 2
+# DDP's reductions are counted by the times at which gradients come. With fewer of them, two steps may have the same.
+_FEWEST_PARAMETERS = 6
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -43,7 +45,9 @@ class Handover(Reduction):
     """The reduction around a DDP module."""
 
     def __init__(self, setup: Setup, ddp: DistributedDataParallel, given: GivenWeights, session: Session) -> None:
-        self._setup, self._ddp_finds_unused, self._given = setup, ddp.find_unused_parameters, given
+        self._setup, self._given = setup, given
+        self._is_static = ddp.static_graph
+        self._ddp_finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._covered = set(map(id, setup.accepted.parameters.values()))
         self._taken_over = DdpTakeover(ddp, self._joining, self._joined)
         self._interval, self._version = _INTERVAL, -1
@@ -62,6 +66,7 @@ class Handover(Reduction):
         """Leaves the reduction to DDP for good. REQUIRES: the session has been released."""
         self._taken_over.give_back()
         self._session.reduction = self._session.checkpoint.reduction = Reduction()  # a handle keeps the session
+        del self._setup  # it refers to DDP
 
     def send_buffers(self) -> None:
         self._taken_over.send_buffers()
@@ -79,15 +84,35 @@ class Handover(Reduction):
             if self._count > self._count_at_forward and self._starts_ns is not None:
                 self._starts_ns.append(time.perf_counter_ns())
             self._count_at_forward = self._count
-            # DDP knows neither other parameters nor frozen ones.
-            is_frozen = not all(map(_REQUIRES_GRAD, self._parameters))
-            if changed or is_frozen or self._count >= self._until:
+            if changed:
+                return False  # another session begins
+            if self._misses_gradients or self._count >= self._until:
                 self._take_back()
-        elif self._session.controller.leaves_to_ddp is not None:
+        elif self._session.controller.leaves_to_ddp is not None and not changed and self._may_begin:
             self._leave_as_agreed(self._session.controller.leaves_to_ddp)
         return self.by_ddp
 
+    @property
+    def _misses_gradients(self) -> bool:
+        """True if DDP would wait for gradients of frozen parameters. If all are frozen, it reduces nothing."""
+        frozen = sum(not each.requires_grad for each in self._parameters)
+        return not self._ddp_finds_unused and 0 < frozen < len(self._parameters)
+
+    @property
+    def _may_begin(self) -> bool:
+        """With a static graph DDP learns in its first step which parameters are used."""
+        if not self._is_static:
+            return True
+        return not self._session.progress.no_sync_blocks.is_open and all(map(_REQUIRES_GRAD, self._parameters))
+
+    def end_session(self) -> None:
+        """Takes the reduction from DDP for the next session. REQUIRES: the present one has been released."""
+        if self.by_ddp:
+            self._taken_over.take()
+            self.by_ddp, self._starts_ns = False, None
+
     def take_back_for(self, what: str) -> None:
+        self._session.controller.leaves_to_ddp = None
         if not self.by_ddp:
             return
         self.note_reductions()
@@ -113,6 +138,8 @@ class Handover(Reduction):
             return "functions are called with updates"
         if any(map(is_compiled, self._setup.accepted.called)):
             return "the model is compiled as a whole"
+        if len(self._parameters) < _FEWEST_PARAMETERS:
+            return "so few gradients do not show each reduction of DDP"
         if not self._covered.issuperset(map(id, self._parameters)):
             return "parameters are trained that DDP did not have when it was made"
         if gradients.message.has_flagged_unused and not self._ddp_finds_unused:
