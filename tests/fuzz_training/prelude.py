@@ -137,7 +137,8 @@ def hand_over(handle, seed):
             controller.leave_to_ddp(Leaving.FOR_GOOD)
 
     controller.begin_iteration = begin_and_leave
-    handover._INTERVAL = handover._INTERVAL_MAX = chance.choice([1, 1, 2, 3])
+    interval = chance.choice([1, 1, 2, 3])
+    vars(handover).update(_INTERVAL=interval, _INTERVAL_MAX=interval)
 
 
 class KeepsPrevious(torch.optim.Optimizer):

@@ -66,6 +66,8 @@ class Attachment:
         fork.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter], progress: Progress | None = None) -> None:
+        if self._handover is not None:
+            self._handover.end_session()
         self.callbacks.follow(parameters)
         self.session = Session(self._setup, parameters, self._given, progress)
         if self._balancing is not None:
@@ -97,8 +99,9 @@ class Attachment:
         self._compiled.release()
         if not self.session.released:
             self.session.release(leaves=leaves, reusable=reusable)
-        if self._handover is not None:
-            self._handover.release()
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            handover.release()
         # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
         del self._setup, self._layout, self._compiled
 
@@ -106,7 +109,7 @@ class Attachment:
     def weight(self, n: Any) -> Iterator[None]:
         given = self._given
         if not given.active:
-            self.session.reduction.take_back_for("handle.weight()")
+            self.session.reduction.take_back()
             with self.session.exchange.watch.waiting("the first handle.weight() on every rank"):
                 self._setup.group.gather(True, beside_blocks=True)
             given.active = True
@@ -120,7 +123,7 @@ class Attachment:
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
         group, what = self._setup.group, "gradcast.BalancedBatchSampler()"
-        self.session.reduction.take_back_for(what)
+        self.session.reduction.take_back()
         waiting = self.session.exchange.watch.waiting(f"{what} on every rank")
         with waiting, group.together(what, beside_blocks=True):
             own = call()

@@ -275,7 +275,7 @@ class Handle:
         options = SnapshotOptions(overhead, keep, every, loader, extra, write_bytes_per_s, over_network, signals)
         if self._snapshots is not None:
             self._snapshots.close()
-        self._session.reduction.take_back_for("handle.snapshots()")
+        self._session.reduction.take_back()
         self.flush()  # blocks in flight share the group on which ranks agree
         self._snapshots = start(self._training, self._require_module(), folder, optimizer, options)
         return self._snapshots

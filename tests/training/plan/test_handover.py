@@ -10,7 +10,7 @@ import pytest
 
 import gradcast
 from gradcast import _core
-from training.attached import heard, not_refused, planning
+from training.attached import heard, planning
 from training.inside import session_of
 from training.models import TASKS
 from training.needs import torch
@@ -164,7 +164,7 @@ class Branched(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.trunk, self.branch = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.trunk, self.branch = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 6)
 
     def forward(self, value):
         value = self.trunk(value)
@@ -358,31 +358,38 @@ def test_a_plan_is_compared_with_ddp_itself(rank, mode, name):
         return differences(rank, program, mode)
 
 
+def weighted(handle):
+    return handle.weight(2)
+
+
+def loading(handle):
+    handle.load_state_dict(handle.state_dict())
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("call", [weighted, loading])
+@pytest.mark.parametrize("mode", ["hook", "overlap"])
 @on_ranks(2)
-def test_calls_that_need_gradcast_take_the_reduction_back(rank):
-    """Before forward; between forward and backward of a step of DDP's they are refused."""
-    side = Side("overlap", rank.index)
-    with soon():
+def test_calls_that_need_gradcast_take_the_reduction_back(rank, mode, call):
+    """Also between forward and backward."""
+
+    def program(side):
         training = Loop(side)
-        number = 0
-        while not (training.by_ddp and training.by_ddp[-1]):
-            training.step(number)
-            number += 1
-        output = training.ddp(TASKS["plain"].batch(rank.index, number)[0])
-        found = not_refused(lambda: side.handle.load_state_dict(side.handle.state_dict()), "before forward")
+        for number in range(STEPS):
+            training.optimizer.zero_grad()
+            inputs, targets = TASKS["plain"].batch(side.rank, number)
+            loss = nn.functional.cross_entropy(training.ddp(inputs), targets)
+            needed = number >= 20 and side.handle is not None
+            with call(side.handle) if needed else contextlib.nullcontext():
+                loss.backward()
+            training.optimizer.step()
+            training.note()
+        if side.handle is not None:
+            assert training.by_ddp[19:21] == [True, False], training.by_ddp
+        return training.result()
 
-        def weighted():
-            with side.handle.weight(2):
-                pass
-
-        found += not_refused(weighted, "handle.weight()", "before forward")
-        output.sum().backward()
-        training.optimizer.step()
-        with side.handle.weight(1 + rank.index):
-            training.step(number)
-        found += ["DDP reduces a weighted step"] if training.by_ddp[-1] else []
-        side.handle.detach()
-    return found
+    with soon(), mock.patch.object(handover, "_INTERVAL", 100):
+        return differences(rank, program, mode)
 
 
 @pytest.mark.parametrize("mode", ["hook", "overlap"])

@@ -57,6 +57,19 @@ def _making_armed_reducers() -> Iterator[None]:
         package.Reducer = own
 
 
+@contextlib.contextmanager
+def _none_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Thaws these parameters inside."""
+    frozen = [each for each in parameters if not each.requires_grad and each.is_floating_point()]
+    for each in frozen:
+        each.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
+
+
 class DdpTakeover:
     """Keeps DDP from reducing until ``give_back()``. Its reducer is an ArmedReducer.
 
@@ -70,15 +83,20 @@ class DdpTakeover:
     def __init__(self, ddp: DistributedDataParallel, joining: Callable[[], None], joined: Callable[[], None]) -> None:
         self._ddp = weakref.ref(ddp)
         self._joining, self._joined = joining, joined
-        self.in_join = False
+        self._in_join = False
         self._find_unused_parameters = ddp.find_unused_parameters
+        self._trained = [weakref.ref(each) for each in ddp.module.parameters() if each.requires_grad]
         self._reductions, self._stats = 0, list[int]()
         self.active = False
         self.take()
         ddp.join_hook = self._join_hook
         ddp.__getstate__ = self._state_of_a_copy
 
-    def take(self) -> None:
+    @property
+    def in_join(self) -> bool:
+        return self._in_join and self._ddp()._join_config.enable  # with enable=False join() does nothing
+
+    def take(self, *, is_armed: bool = False) -> None:
         ddp = self._ddp()
         # With it DDP's reducer would count unused parameters as ready, and reduce buckets.
         ddp.find_unused_parameters = False
@@ -89,6 +107,7 @@ class DdpTakeover:
             ddp._ddp_init_helper([nothing], [False], {0: "nothing"}, static_graph=False)
         # With a static graph DDP would reduce at the end of its first backward pass.
         ddp._static_graph_delay_allreduce_enqueued = True
+        ddp.reducer.is_armed = is_armed
         self.active = True
 
     def _state_of_a_copy(self) -> dict[str, Any]:
@@ -103,7 +122,7 @@ class DdpTakeover:
     def before_forward(self) -> None:
         """Calls ``joining`` in the first forward pass inside ``join()``. Raises Error for a communication hook."""
         check_comm_hooks(self._ddp())
-        if self.in_join and self.active and self._ddp()._join_config.enable:
+        if self.in_join and self.active:
             self._joining()
 
     def send_buffers(self) -> None:
@@ -114,11 +133,11 @@ class DdpTakeover:
 
     def _join_hook(self, **options: Any) -> JoinHook:
         """Replaces ``ddp.join_hook``."""
-        self.in_join = True
+        self._in_join = True
         return _WatchedJoin(DistributedDataParallel.join_hook(self._ddp(), **options), self)
 
     def end_join(self) -> None:
-        self.in_join = False
+        self._in_join = False
         self._joined()
 
     def reduce_again(self, buckets: Buckets | None = None, used: Iterable[nn.Parameter] = ()) -> None:
@@ -127,14 +146,16 @@ class DdpTakeover:
         ddp = self._ddp()
         ddp.find_unused_parameters = self._find_unused_parameters
         ddp._static_graph_delay_allreduce_enqueued = False
-        buffers = ddp.modules_buffers, ddp.named_module_buffers
-        parameters, expect_sparse = ddp._build_params_for_reducer()
-        ddp.modules_buffers, ddp.named_module_buffers = buffers  # DDP made without any sends none that come later
-        names = ddp._build_debug_param_to_name_mapping(parameters)
+        own = ddp.modules_buffers, ddp.named_module_buffers
         before = Buckets(ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default)
-        if buckets is not None and before.has_small_first:  # torch's default size
-            ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = buckets
-        ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+        # DDP must also reduce parameters that are frozen only now, perhaps on this rank only.
+        with _none_frozen([each for trained in self._trained if (each := trained()) is not None]):
+            parameters, expect_sparse = ddp._build_params_for_reducer()
+            ddp.modules_buffers, ddp.named_module_buffers = own  # DDP made without any sends none that come later
+            names = ddp._build_debug_param_to_name_mapping(parameters)
+            if buckets is not None and before.has_small_first:  # torch's default size
+                ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = buckets
+            ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
         ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = before
         if ddp.static_graph:
             ddp.reducer._set_static_graph()

@@ -288,7 +288,7 @@ class PlanLoop:
             self._obey(phase, decision)
         if self.agreed.runs_as_baseline:
             phase.until_ddp -= 1
-            if phase.until_ddp == 0 and not self.leave_to_ddp(Leaving.FOR_GOOD):
+            if phase.until_ddp <= 0 and not self.leave_to_ddp(Leaving.FOR_GOOD):
                 phase.until_ddp = _STEPS_AFTER_REASON
         phase.iterations += 1
         rounds, position = divmod(phase.iterations, _SHARE_STEPS)

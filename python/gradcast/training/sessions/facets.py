@@ -84,9 +84,9 @@ class Reduction:
 
     by_ddp = False
 
-    def take_back_for(self, what: str) -> None:
-        """Takes the reduction back from DDP, for a call of the program on every rank. Raises Error(invalid_use) between
-        forward and backward. ``what``: the call."""
+    def take_back(self) -> None:
+        """Takes the reduction back from DDP, for a call of the program on every rank; the backward pass that comes next
+        is gradcast's."""
 
     def note_reductions(self) -> None:
         """Counts the steps that DDP has reduced."""

@@ -36,6 +36,8 @@ _INTERVAL_MAX = 3200
 # A trial has so many steps. In the first ones DDP has one bucket, and then forms its buckets anew.
 _TRIAL_STEPS = 6
 _TRIAL_SKIPPED = 2
+# DDP's reductions are counted by the times at which gradients come. With fewer of them, two steps may have the same.
+_FEWEST_PARAMETERS = 6
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -43,7 +45,8 @@ class Handover(Reduction):
     """The reduction around a DDP module."""
 
     def __init__(self, setup: Setup, ddp: DistributedDataParallel, given: GivenWeights, session: Session) -> None:
-        self._setup, self._ddp_finds_unused, self._given = setup, ddp.find_unused_parameters, given
+        self._setup, self._given = setup, given
+        self._ddp_finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._covered = set(map(id, setup.accepted.parameters.values()))
         self._taken_over = DdpTakeover(ddp, self._joining, self._joined)
         self._interval, self._version = _INTERVAL, -1
@@ -63,6 +66,7 @@ class Handover(Reduction):
         """Leaves the reduction to DDP for good. REQUIRES: the session has been released."""
         self._taken_over.give_back()
         self._session.reduction = self._session.checkpoint.reduction = Reduction()  # a handle keeps the session
+        del self._setup  # it refers to DDP
 
     def send_buffers(self) -> None:
         self._taken_over.send_buffers()
@@ -80,12 +84,12 @@ class Handover(Reduction):
             if self._count > self._count_at_forward and self._starts_ns is not None:
                 self._starts_ns.append(time.perf_counter_ns())
             self._count_at_forward = self._count
-            # DDP knows neither other parameters nor frozen ones.
-            is_frozen = not all(map(_REQUIRES_GRAD, self._parameters))
-            if changed or is_frozen or self._count >= self._until:
+            if changed:
+                return False  # another session begins
+            if self._misses_gradients or self._count >= self._until:
                 self._take_back()
             self._was_bypassed = False
-        elif self._session.controller.leaves_to_ddp is not None:
+        elif self._session.controller.leaves_to_ddp is not None and not changed and self._may_begin:
             self._leave_as_agreed(self._session.controller.leaves_to_ddp)
         return self.by_ddp
 
@@ -93,16 +97,29 @@ class Handover(Reduction):
         """Called after a forward pass of the module that DDP does not know of, while DDP reduces."""
         self._was_bypassed |= torch.is_grad_enabled()
 
-    def take_back_for(self, what: str) -> None:
-        if not self.by_ddp:
-            return
-        self.note_reductions()
-        if self._count == self._count_at_forward:
-            raise refused(
-                f"{what} is called between forward and backward of a step, and DDP reduces this step, since no plan "
-                "gains anything here; call it before forward"
-            )
-        self._take_back()
+    @property
+    def _misses_gradients(self) -> bool:
+        """True if DDP would wait for gradients of frozen parameters. If all are frozen, it reduces nothing."""
+        return not self._ddp_finds_unused and 0 < sum(map(_REQUIRES_GRAD, self._parameters)) < len(self._parameters)
+
+    @property
+    def _may_begin(self) -> bool:
+        """With a static graph DDP learns in its first step which parameters are used."""
+        if not self._setup.accepted.ddp.static_graph:
+            return True
+        return not self._session.progress.no_sync_blocks.is_open and all(map(_REQUIRES_GRAD, self._parameters))
+
+    def end_session(self) -> None:
+        """Takes the reduction from DDP for the next session. REQUIRES: the present one has been released."""
+        if self.by_ddp:
+            self._taken_over.take()
+            self.by_ddp, self._starts_ns = False, None
+
+    def take_back(self) -> None:
+        self._session.controller.leaves_to_ddp = None
+        if self.by_ddp:
+            self.note_reductions()
+            self._take_back(is_armed=self._count == self._count_at_forward)
 
     def note_reductions(self) -> None:
         if self.by_ddp and not self._taken_over.in_join:
@@ -119,6 +136,8 @@ class Handover(Reduction):
             return "functions are called with updates"
         if any(map(is_compiled, self._setup.accepted.called)):
             return "the model is compiled as a whole"
+        if len(self._parameters) < _FEWEST_PARAMETERS:
+            return "so few gradients do not show each reduction of DDP"
         if not self._covered.issuperset(map(id, self._parameters)):
             return "parameters are trained that DDP did not have when it was made"
         if gradients.message.has_flagged_unused and not self._ddp_finds_unused:
@@ -151,8 +170,9 @@ class Handover(Reduction):
         self._count = self._count_at_forward = 0
         self.by_ddp = True
 
-    def _take_back(self) -> None:
-        self._taken_over.take()
+    def _take_back(self, *, is_armed: bool = False) -> None:
+        """``is_armed``: DDP would reduce the next backward pass, since its forward pass has begun."""
+        self._taken_over.take(is_armed=is_armed)
         self._session.take_back(used=self._was_bypassed)
         self.by_ddp = False
         steps_ns = None

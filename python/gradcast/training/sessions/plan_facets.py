@@ -130,7 +130,7 @@ class PlanCheckpoint(Checkpoint):
         return state | {"mean_weight": self.mean_weight} | residuals.saved(self._exchange.buffers, self._group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.reduction.take_back_for("handle.load_state_dict()")
+        self.reduction.take_back()
         self._cycle.flush()
         what = "handle.load_state_dict()"
         with self._exchange.watch.waiting(f"{what} on every rank"), self._group.together(what):

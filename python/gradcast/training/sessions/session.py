@@ -200,6 +200,7 @@ class Session(TrainingSession):
         self.forward.leave()
         cycle.steps.leave()
         self._remove_hooks()
+        gradients.used_unsynchronized.clear()
         parameter_state.release(gradients.states)
         self.exchange.move_out()
         return used
