@@ -30,14 +30,14 @@ PARTS = (
     Part(
         "a buffer",
         "self.register_buffer('b{n}', torch.zeros(WIDTH))",
-        "with torch.no_grad():\n    self.b{n}.mul_(0.9).add_(x.mean(0))",
+        "if self.training:\n    with torch.no_grad():\n        self.b{n}.mul_(0.9).add_(x.mean(0))",
     ),
     Part(
         "a late buffer",
         "pass",
         "if not hasattr(self, 'b{n}'):\n    self.register_buffer('b{n}', x.mean(0).detach())\n"
         "x = x + 0.1 * self.b{n}\n"
-        "with torch.no_grad():\n    self.b{n} = 0.9 * self.b{n} + 0.1 * x.mean(0)",
+        "if self.training:\n    with torch.no_grad():\n        self.b{n} = 0.9 * self.b{n} + 0.1 * x.mean(0)",
         without="attaches compiled changes deepcopy_fails evaluates traced transforms",
     ),
     Part(

@@ -33,6 +33,8 @@ OPTIMIZERS = {
     "previous": ("KeepsPrevious", "lr=0.1", ("",)),
 }
 
+_WITH_BUFFERS = {"batch norm", "a buffer", "a late buffer"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Use:
@@ -81,14 +83,14 @@ class Program:
             "compiled": "compiled" in self.wrapper,
             "ddp_given": self.wrapper not in ("none", "compiled"),
             # What their passes in between change reaches other ranks later than with DDP.
-            "bare_norms": self.wrapper in ("none", "compiled") and "batch norm" in parts,
+            "bare_buffers": WRAPPERS[self.wrapper] is None and bool(parts & _WITH_BUFFERS),
             # Given other memory, DDP's views lose their buckets, and what DLPack has taken of a gradient is freed.
             "bucket_view": "gradient_as_bucket_view" in self.ddp_options,
             "many_ranks": self.ranks > 2,
             "static": "static_graph" in self.ddp_options,
             "accumulation": self.micro_batches > 1,
             "closure": self.stepping == "closure",
-            "buffers": bool(parts & {"batch norm", "a buffer", "a late buffer"}),
+            "buffers": bool(parts & _WITH_BUFFERS),
             "scaler": self.stepping in ("scaler", "unscaled"),
             "autocast": self.autocast,
             "several": self.groups == "several",
@@ -240,7 +242,9 @@ def _wrapping(program: Program) -> str:
     settings += ", split_compiled=True" if "compiled" in program.wrapper and program.seed % 2 else ""
     clip = "    if side == 'overlap':\n        settings['clip'] = gradcast.Clip(norm=0.5)"
     clips = clip if program.max_grad_norm else ""
-    # rewrap() works before the next forward pass, which is where gradcast begins again: DDP sends the buffers there.
+    # Both work before the next forward pass, where gradcast begins again, and DDP sends the buffers. Those of a bare
+    # module have left with the gradients: each rank would keep what it changes in between (guarantees.md). DDP never
+    # sends a late buffer that is beside no others.
     return f"""
 syncing = None
 def wrap():
@@ -250,6 +254,11 @@ changed = False
 def rewrap():
     nonlocal changed
     changed = handle is None
+
+sends = False
+def buffers_changed():
+    nonlocal sends
+    sends = {wrapped is None and bool({"batch norm", "a buffer"} & set(program.parts))} and handle is not None
 
 def attach():
     if side == 'ddp':{from_first}
@@ -329,6 +338,9 @@ model.turn = step
 if changed:
     changed = False
     called = syncing = wrap()
+if sends:
+    sends = False
+    handle.send_buffers()
 {_zero(program, "start")}
 {_at(program, "start")}
 {_step(program)}

@@ -99,10 +99,8 @@ def _forget_attachments() -> None:
 
 
 def _differences(ours: dict, theirs: dict, rank) -> list[str]:
-    # What a bare module's forward does to buffers on other ranks, between two broadcasts, is each rank's own.
-    buffers = ["buffers"] if rank.index == 0 else []
     tolerance = 0.0 if rank.size == 2 else _MANY_RANKS
     found: list[str] = []
-    for name in ("parameters", "gradients", *buffers, "state", "seen", "kept", "random"):
+    for name in ("parameters", "gradients", "buffers", "state", "seen", "kept", "random"):
         found += compare.trees(ours[name], theirs[name], name, tolerance=tolerance, nan_equal=True)
     return found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])

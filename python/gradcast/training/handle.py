@@ -101,8 +101,9 @@ class Handle:
     def send_buffers(self) -> None:
         """Sends rank 0's buffers to all ranks now, after ``flush()``. Collective.
 
-        Needed only if the program changes buffers on rank 0 alone between backward and the next forward pass: those of
-        a bare module are sent with the gradients.
+        Needed only if the program changes buffers between backward and the next forward pass, and not to the same
+        values on all ranks (``load_state_dict()`` of each rank's own state, ``module.half().float()``): those of a bare
+        module are sent with the gradients.
         """
         self._session.send_buffers(list(self._require_module().buffers()))
 

@@ -7,6 +7,7 @@ import warnings
 import weakref
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from training import compare
 from training.attached import planning
@@ -139,15 +140,23 @@ def hooks_of_the_base_class(side):
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     module = net()
     optimizer = CallsItsBase(module.parameters(), lr=0.01, momentum=0.9)
-    called = side.called(module, optimizer, plan=planning("p3", slice_elements=50))
-    calls = {"pre": 0, "post": 0}
-    optimizer.register_step_pre_hook(lambda *_: calls.update(pre=calls["pre"] + 1))
-    optimizer.register_step_post_hook(lambda *_: calls.update(post=calls["post"] + 1))
-    return side.trained(called, module, optimizer), calls
+    seen = {"pre": [], "post": [], "of all optimizers": []}
+
+    def hook(name):
+        return lambda *_: seen[name].append([p.detach().clone() for p in module.parameters()])
+
+    optimizer.register_step_pre_hook(hook("pre"))
+    optimizer.register_step_post_hook(hook("post"))
+    of_all = register_optimizer_step_pre_hook(hook("of all optimizers"))
+    try:
+        called = side.called(module, optimizer, plan=planning("p3", slice_elements=50))
+        return side.trained(called, module, optimizer), seen
+    finally:
+        of_all.remove()
 
 
 @on_ranks(2)
-def test_hooks_run_as_often_where_a_step_calls_that_of_its_base_class(rank):
+def test_hooks_that_a_base_class_runs_see_a_whole_step(rank):
     return differences(rank, hooks_of_the_base_class, "overlap")
 
 

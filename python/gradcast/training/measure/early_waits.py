@@ -56,6 +56,10 @@ class Cause(enum.Enum):
         "takes a step while the program holds the dict optimizer.state itself (a Lookahead, for example)",
         "fetch optimizer.state each time",
     )
+    HOOKS = (
+        "takes a step of an optimizer whose base class runs step hooks inside of it",
+        "register none, or let its step() not call that of its base class",
+    )
     SCALER = "takes a step with a GradScaler", "train in bf16, which needs no scaler"
     OTHER_STREAM = (
         "takes a step on another CUDA stream than that on which parameters are read",

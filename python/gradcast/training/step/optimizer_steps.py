@@ -21,7 +21,7 @@ from gradcast.training.step.deferred_optimizer import DeferredOptimizer
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import Lock
 from gradcast.training.step.parameter_state import ParameterState
-from gradcast.training.step.partial_step import default_context
+from gradcast.training.step.partial_step import default_context, runs_hooks_inside
 from gradcast.training.step.step_settings import Read, StepSettings
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 from gradcast.training.step.update_clipping import UpdateClipping
@@ -149,6 +149,8 @@ class OptimizerSteps:
             return Cause.SETTINGS
         if deferred.guard.is_held:
             return Cause.STATE_HELD
+        if runs_hooks_inside(optimizer):
+            return Cause.HOOKS
         if self.stream.read_elsewhere:
             return Cause.OTHER_STREAM
         if not self.gradients.all_sent:

@@ -89,7 +89,6 @@ class PartialStep:
         self._known_count = dict.__len__(self._state)  # entries; those of new parameters are added behind them
         self._live_groups = list(optimizer.param_groups)
         self._places = places or Places(self._live_groups)
-        self._begun = False
         self.is_compared: bool | None = None  # by whoever runs the parts (part_comparison.py); None: not decided
         self._after: dict[int, dict[str, Any]] = {}  # by group: its scalars after the last part
 
@@ -105,8 +104,7 @@ class PartialStep:
         for index in turn:
             self._after[index] = self._scalars[index].for_part() | {"params": list(members.get(index, ()))}
         values = {**self._attributes.values, "state": self._state}
-        values |= _no_hooks(values, before=not self._begun, after=last)
-        self._begun = True
+        values |= _no_hooks(values)
         self._changed |= self._run(values, [self._after[index] for index in turn], elsewhere)
         for each in settings:
             each.after_part()
@@ -141,12 +139,12 @@ class PartialStep:
         if entry is not None:
             state[parameter] = entry
         values = {**attributes, **changing, "state": state}
+        values |= _no_hooks(values)
         devices = [parameter.device] if parameter.is_cuda else []
         try:
             vars(parameter).update(changing_own)
             parameter.grad = gradient.clone()
             with torch.random.fork_rng(devices):
-                values |= _no_hooks(values, before=False, after=False)
                 self._run(values, [{**settings, "params": [parameter]}], elsewhere=True)
             return parameter.detach().clone()
         finally:
@@ -249,18 +247,27 @@ def _is_default_context() -> bool:
     )
 
 
-def _no_hooks(attributes: dict[str, Any], *, before: bool, after: bool) -> dict[str, Any]:
-    """Attributes that hide step hooks. If a class's step calls that of its base class, torch runs hooks around the
-    inner one, too. With these attributes they run once around all parts, as around a whole step."""
-    hidden = [] if before else ["_optimizer_step_pre_hooks"]
-    hidden += [] if after else ["_optimizer_step_post_hooks"]
-    return {name: collections.OrderedDict() for name in hidden if attributes.get(name)}
+def _no_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes that hide step hooks, which a base class's step would run around a part."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return {name: collections.OrderedDict() for name in names if attributes.get(name)}
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The class's step without torch's wrapper that calls step hooks; gradcast runs those once per step."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def runs_hooks_inside(optimizer: Optimizer) -> bool:
+    """Returns whether the class's step may run step hooks itself, in the middle of the whole step, of which they may
+    read or change anything: torch runs them around a base class's step, too, once an optimizer of that class exists."""
+    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if not (own_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+        return False
+    own = step_without_hooks(optimizer)
+    steps: list[Any] = [vars(each).get("step") for each in type(optimizer).__mro__]
+    return any(getattr(each, "hooked", False) and each.__wrapped__ is not own for each in steps)
 
 
 def require_own_step(optimizer: Optimizer) -> None:

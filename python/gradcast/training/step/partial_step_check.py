@@ -2,12 +2,14 @@
 collective operation may start. The copy also shows which settings a step reads."""
 
 import collections
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcast.errors import Error, refused
@@ -33,11 +35,11 @@ def require_splittable(optimizer: Optimizer) -> Read | None:
     with special gradients, is not found. Global random number generators are left as they were.
     """
     name = type(optimizer).__name__
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_global_hooks():
         read = _read_in_steps(optimizer)
     try:
         # The message of what an optimizer raises here is part of ours.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _without_global_hooks():
             whole, parts = _Trial(optimizer), _Trial(optimizer)
             for step, scale in _steps():
                 whole.step(step, scale, [whole.parameters])
@@ -48,6 +50,20 @@ def require_splittable(optimizer: Optimizer) -> Read | None:
         together = "it looks at all gradients together, or draws random numbers"
         raise _refusal(name, f"two parts give other numbers than a whole step: {together}")
     return read
+
+
+@contextlib.contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Hides the program's step hooks for all optimizers, which torch also runs around a base class's step."""
+    of_all: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [(hooks, dict(hooks)) for hooks in of_all]
+    try:
+        for hooks, _ in kept:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def _steps() -> Iterator[tuple[int, float]]:
