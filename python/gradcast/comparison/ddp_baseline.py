@@ -9,6 +9,7 @@ from gradcast.comparison.measured_exchange import exchange_of, in_a_ring
 SWEPT_CAPS_MIB = (1, 4, 8, 25, 50, 100)
 
 _MIB = 1 << 20
+USUAL_CAPS_BYTES = (_MIB, 25 * _MIB)  # of a DDP module that is given none
 # Candidates for (bytes of the first bucket, bytes of the others): from 50 KB to 100 MiB in steps of a factor sqrt(2).
 # The first bucket is as large as the others or, as by default, a 25th of them.
 _OTHERS_BYTES = [int(25 * _MIB * 2 ** (step / 2)) for step in range(-18, 5)]

@@ -45,7 +45,7 @@ from gradcast.training.plan import agreement, calibration
 from gradcast.training.plan.agreement import AgreedPlan
 from gradcast.training.plan.balancing import Balancing
 from gradcast.training.plan.calibration import Calibration
-from gradcast.training.plan.proposals import PlanChange, Proposer
+from gradcast.training.plan.proposals import PlanChange, Proposer, is_usual_size_near
 from gradcast.training.plan.step_alarms import StepAlarms
 from gradcast.training.plan.step_meter import Iteration, StepMeter
 from gradcast.training.plan.warmup import Warmup
@@ -127,11 +127,12 @@ class Following(Phase):
 
 
 class PlanLoop:
-    """``agreed``: the plan in force, in a warm-up one of its plans; ``version`` counts them. ``profile``: the measured
-    one. ``unseen_reads``: of parameters with unseen reads on some rank, in any warm-up or in the checkpoint.
-    ``comparison``: the monitor's last one with the baseline. ``reason_against_ddp``: returns this rank's reason why DDP
-    cannot reduce by itself, if it has one; None if there is no DDP. ``leaves_to_ddp``: all ranks have agreed that DDP
-    does so from the next forward pass on: for good, or for a trial."""
+    """``agreed``: the plan in force, in a warm-up one of its plans; ``version`` counts them. ``profile``: the
+    measured one. ``unseen_reads``: of parameters with unseen reads on some rank, in any warm-up or in the
+    checkpoint. ``comparison``: the monitor's last one with the baseline. ``reason_against_ddp``: returns this
+    rank's reason why DDP cannot reduce by itself, if it has one; None if there is no DDP. ``leaves_to_ddp``: all
+    ranks have agreed that DDP does so from the next forward pass on: for good, or for a trial;
+    ``ddp_has_usual_size``: with buckets of its own size, not of the baseline's."""
 
     def __init__(
         self,
@@ -161,6 +162,7 @@ class PlanLoop:
         self.version = 0
         self.reason_against_ddp: Callable[[], str | None] | None = None
         self.leaves_to_ddp: Leaving | None = None
+        self.ddp_has_usual_size = True
         self._logged_reason = ""
         with self._agreeing():
             self.phase: Phase = self._begin_warmup(buffers.order_of_warmup)
@@ -319,8 +321,9 @@ class PlanLoop:
         if self.reason_against_ddp is None:
             return False
         with self._agreeing():
-            reasons = self.group.gather(self.reason_against_ddp())
-        rank, reason = next(((rank, why) for rank, why in enumerate(reasons) if why is not None), (0, None))
+            found = self.group.gather((self.reason_against_ddp(), is_usual_size_near(self.agreed)))
+        self.ddp_has_usual_size = found[0][1]  # rank 0's: others may round differently
+        rank, reason = next(((rank, why) for rank, (why, _) in enumerate(found) if why is not None), (0, None))
         if reason is None:
             self.leaves_to_ddp = leaving
         elif reason != self._logged_reason:

@@ -31,6 +31,8 @@ from gradcast.training.step.step_message import MESSAGE_NAME
 _log = logging.getLogger("gradcast")
 
 _BASELINE_TOLERANCE = 0.002
+# DDP reduces by itself with buckets of its usual size unless others gain as much: buckets cost time of the host, too.
+_USUAL_SIZE_TOLERANCE = 0.02
 _ANY_LINK = _core.LinkModel(all_reduce=[_core.LinkPiece(alpha_ns=1, beta_ns_per_byte=1)])
 # If measuring again has gained nothing, the next changes are ignored for so many iterations, doubled each time.
 _HOLD_ITERATIONS = 64
@@ -242,6 +244,15 @@ def baseline_plan(profile: _core.Profile) -> _core.Plan:
     near = [each for each in candidates if each[0].predicted_ns <= near_ns]
     _, caps_bytes = min(near, key=lambda each: (len(each[0].blocks), each[0].predicted_ns))
     return ddp_baseline.plan(profile, caps_bytes)
+
+
+def is_usual_size_near(agreed: AgreedPlan) -> bool:
+    """Returns whether the baseline, if there is one, is hardly faster than DDP with buckets of its usual size."""
+    if agreed.baseline is None:
+        return True
+    profile = measured_profile.with_message_joined(agreed.baseline_profile or agreed.profile)
+    usual_ns = ddp_baseline.plan(profile, ddp_baseline.USUAL_CAPS_BYTES).predicted_ns
+    return usual_ns <= (1 + _USUAL_SIZE_TOLERANCE) * agreed.baseline.predicted_ns
 
 
 def rehearse(sizes: GradientSizes, mode: str, options: Options) -> None:

@@ -153,7 +153,7 @@ class Handover(Reduction):
     def _leave_as_agreed(self, leaving: Leaving) -> None:
         controller = self._session.controller
         controller.leaves_to_ddp = None
-        self._leave(_buckets(controller.agreed.baseline))
+        self._leave(None if controller.ddp_has_usual_size else _buckets(controller.agreed.baseline))
         if leaving is Leaving.FOR_TRIAL:
             self._until, self._starts_ns = _TRIAL_STEPS, []
             return
