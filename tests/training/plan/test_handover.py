@@ -66,7 +66,7 @@ class Loop:
         return self.side.result(self.module, self.optimizer)
 
     def changes(self):
-        """How often the reduction went to DDP, and came back."""
+        """The number of times that the reduction went to DDP, and came back."""
         pairs = list(zip(self.by_ddp, self.by_ddp[1:], strict=False))
         return pairs.count((False, True)), pairs.count((True, False))
 

@@ -1,4 +1,4 @@
-"""What changes in the program where the reduction goes to DDP, while it is there, and once gradcast has left."""
+"""Changes of the program around the time in which DDP reduces by itself, and what is left once gradcast has gone."""
 
 import weakref
 

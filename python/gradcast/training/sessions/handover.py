@@ -1,4 +1,4 @@
-"""Who reduces the gradients of a DDP module that gradcast is attached to: gradcast, or DDP itself.
+"""The reduction of the gradients of a DDP module that gradcast is attached to: by gradcast, or by DDP itself.
 
 Where no plan gains anything, the session follows the DDP baseline (plan/loop.py). After some steps of that it hands the
 reduction back to DDP, and nothing of gradcast runs in a step but the functions around forward: no hooks behind
