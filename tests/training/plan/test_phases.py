@@ -1,6 +1,7 @@
 """The plan loop while it follows a plan: what the monitor gets, and which phase comes next. The network, the group and
 the monitor are given here; tests/training/plan/test_adapt.py has whole trainings."""
 
+import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -31,6 +32,7 @@ class Loop:
         self.plans = mock.Mock(balancing=balancing, _clipping=None, agreed=AgreedPlan(None, None), version=4)
         self.iterations = [Iteration("the phase before", True)] * LAG
         self.plans.leave_to_ddp.return_value = False
+        self.plans.meter.reports.turns = 1
         self.plans._obey = lambda *given: PlanLoop._obey(self.plans, *given)
         for _ in range(LAG):
             assert self.next() is self.phase
@@ -99,3 +101,17 @@ def test_a_real_monitor_is_fed():
     facts = _core.RankFacts(step_ns=2e6, busy_ns=1e6, link_ns=1e6)
     assert phase.decide(None, [SimpleNamespace(facts=facts)]) is None
     assert phase.decide(Iteration(phase, False), [SimpleNamespace(facts=facts)]).change is None
+
+
+@pytest.mark.parametrize("turns", [1, 16])
+def test_ddp_reduces_once_the_monitor_knows_what_is_usual(turns):
+    """With 512 ranks a round of reports takes 16 steps."""
+    plans = Loop(on_baseline=True)
+    plans.monitor.on_iteration.side_effect = itertools.repeat(decision(on_baseline=True))
+    plans.plans.agreed, plans.plans.meter.reports.turns = AgreedPlan(None, None, runs_as_baseline=True), turns
+    for _ in range(31 * turns):
+        plans.next()
+    plans.plans.leave_to_ddp.assert_not_called()
+    for _ in range(turns):
+        plans.next()
+    plans.plans.leave_to_ddp.assert_called_once()

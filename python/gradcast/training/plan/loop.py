@@ -57,8 +57,8 @@ from gradcast.training.step.step_message import StepMessage
 
 # After so many steps of a plan, and then again, the share of steps that clipping certifies is looked at.
 _SHARE_STEPS = 64
-# After so many steps of the baseline, followed for good, the monitor knows the usual times, and DDP takes the reduction
-# over; after fewer if the times were known before, after more if a rank had a reason against it.
+# After so many steps of the baseline, followed for good, the monitor knows the usual times, and DDP takes over; after
+# fewer if they were known before, after more if a rank had a reason against it. With many ranks: rounds of reports.
 _STEPS_UNTIL_DDP = 32
 _STEPS_UNTIL_DDP_AGAIN = 12
 _STEPS_AFTER_REASON = 512
@@ -288,7 +288,7 @@ class PlanLoop:
             if decision.change is not None and not (self.balancing and self.balancing.defers(decision.change)):
                 return self._measure_again(decision.change)
             self._obey(phase, decision)
-        if self.agreed.runs_as_baseline:
+        if self.agreed.runs_as_baseline and phase.iterations % self.meter.reports.turns == 0:
             phase.until_ddp -= 1
             if phase.until_ddp <= 0 and not self.leave_to_ddp(Leaving.FOR_GOOD):
                 phase.until_ddp = _STEPS_AFTER_REASON
