@@ -33,7 +33,7 @@ std::vector<int64_t> sizes_bytes(const SweepOptions& options) {
     const int64_t element_count = std::max<int64_t>(1, std::llround(bytes / sizeof(float)));
     sizes.push_back(element_count * static_cast<int64_t>(sizeof(float)));
   }
-  sizes.erase(std::ranges::unique(sizes).begin(), sizes.end());  // of the smallest a step may be no element
+  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());  // of the smallest a step may be no element
   return sizes;
 }
 

@@ -166,7 +166,9 @@ std::vector<int32_t> Engine::Loop::queued_no_later_than(std::span<const int32_t>
     last_block = std::max(last_block, plan_->last_block[tensor]);
   }
   const auto first = from(queued_, position);
-  const auto is_later = [&](int32_t tensor) { return plan_->last_block[tensor] > last_block; };
+  const auto is_later = [&last_of = plan_->last_block, last_block](int32_t tensor) {
+    return last_of[tensor] > last_block;
+  };
   return {first, std::find_if(first, queued_.end(), is_later)};
 }
 
