@@ -5,6 +5,7 @@ Thread safety: under the session's lock.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,22 +43,26 @@ class DeferredOptimizer:
         self._others: list[torch.Tensor] = []  # that it updates beside ``states``
         self._partial: PartialStep | None = None  # while some of its updates are pending
         self.has_stepped = False
+        self.interception: Any = None  # from the first ``intercept`` on
 
     def intercept(
         self, on_step: Callable[[], None], flush: Callable[[], None], on_access: Callable[[], None], lock: Lock
     ) -> None:
         """Makes ``step()`` call ``on_step``, state_dict() ``flush``, and any use of the state ``on_access``."""
-        self.interception = StepInterception(self.optimizer, on_step)
-        self.interception.flush_before_state(flush)
+        if self.interception is None:
+            self.interception = StepInterception(self.optimizer, on_step)
+            self.interception.flush_before_state(flush)
+        self.interception.is_paused = False
         self.guard = OptimizerStateGuard(self.optimizer, on_access, lock)
 
     def leave(self) -> None:
         """Gives the optimizer its own ``step()`` again, until ``intercept``. Idempotent."""
-        self.interception.remove()
+        self.interception.is_paused = True
         self.guard.release()
 
     def release(self) -> None:
         self.leave()
+        self.interception.remove()
         del self.optimizer, self.states, self._places, self._others, self._partial  # a handle may keep this object
 
     @property

@@ -282,7 +282,8 @@ def require_own_step(optimizer: Optimizer) -> None:
 
 class StepInterception:
     """Replaces ``optimizer.step``: step hooks and the closure run as before, and ``on_step`` in place of the update.
-    LR schedulers made before or after work as usual.
+    LR schedulers made before or after work as usual. ``is_paused``: ``step()`` is the optimizer's own meanwhile; the
+    function stays, since the program may have kept it.
 
     REQUIRES: ``require_own_step`` accepts the optimizer.
     """
@@ -291,12 +292,13 @@ class StepInterception:
         before = optimizer.__dict__.get("step")
         self._optimizer = optimizer
         self._before = before
-        self._active = True
+        self._active, self.is_paused = True, False
         self._state_hooks: list[Any] = []
 
         def step(self_: Any, closure: Callable[[], Any] | None = None) -> Any:
-            if not self._active:
-                return type(self_).step(self_, closure) if closure is not None else type(self_).step(self_)
+            if not self._active or self.is_paused:
+                own = self._before or types.MethodType(type(self_).step, self_)
+                return own(closure) if closure is not None else own()
             self_._opt_called = True
             for hook in [*_global_optimizer_pre_hooks.values(), *self_._optimizer_step_pre_hooks.values()]:
                 hook(self_, (self_,), {})
