@@ -54,8 +54,6 @@ def results(case: ElementTree.Element) -> dict[str, str]:
     modes = {mode: found[mode] for mode in MODES if mode in found}
     if has_failed(case) and modes:
         modes[list(modes)[-1]] = "fails"  # the last mode that was run
-    if "hook only" in found:
-        modes["overlap"] = "refused"
     return modes | ({"part": found["part"]} if "part" in found else {})
 
 
@@ -81,15 +79,14 @@ def suites(paths: list[str]) -> dict[str, Suite]:
 def main(paths: list[str]) -> None:
     found = suites(paths)
     print(HEAD)
-    print("| | tests | pass in hook mode | in part | pass in overlap mode | refused there | fail | not applicable |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| | tests | pass in hook mode | in part | pass in overlap mode | fail | not applicable |")
+    print("|---|---|---|---|---|---|---|")
     for name, suite in found.items():
         numbers = [
             len(suite.cases),
             suite.count("hook", "passed"),
             sum("part" in each for each in suite.cases.values()),
             suite.count("overlap", "passed"),
-            suite.count("overlap", "refused"),
             len(suite.failures),
             sum(suite.reasons.values()),
         ]

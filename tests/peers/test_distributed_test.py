@@ -91,11 +91,6 @@ IN_PART = {
     "test_ddp_remove_autograd_hooks": "the first module is detached where the test takes DDP's own hooks off",
 }
 
-# Tests that own an optimizer and run in hook mode alone.
-HOOK_ONLY = {
-    "test_ddp_join_model_equivalence": "refused: ddp.join() with the optimizer attached",
-}
-
 
 def names() -> list[str]:
     command = [sys.executable, "-m", "peers.suite", "list"]
@@ -119,8 +114,8 @@ def applies(result: dict, mode: str) -> bool:
 
 
 def test_every_listed_test_exists():
-    assert {*NOT_APPLICABLE, *IN_PART, *HOOK_ONLY} <= set(NAMES)
-    assert not set(NOT_APPLICABLE) & {*IN_PART, *HOOK_ONLY}
+    assert {*NOT_APPLICABLE, *IN_PART} <= set(NAMES)
+    assert not set(NOT_APPLICABLE) & set(IN_PART)
     assert len(NAMES) >= 100, "too few tests were found"
 
 
@@ -148,9 +143,5 @@ def test_of_pytorch(name, runners, record_property):
     if "owned" not in events(hook):
         return
     overlap = run("overlap")
-    if name in HOOK_ONLY:
-        record_property("hook only", HOOK_ONLY[name])
-        assert not applies(overlap, "overlap"), "passes in overlap mode: take it off HOOK_ONLY"
-        return
     assert overlap["outcome"] == "passed", f"in overlap mode: {overlap['text']}"
     assert applies(overlap, "overlap"), f"in overlap mode gradcast refuses: {overlap['notes']}"
