@@ -23,7 +23,7 @@ float sum_of_numbers(int64_t world_size, int64_t element) {
   return static_cast<float>(world_size * (element % 13) + world_size * (world_size - 1) / 2);
 }
 
-// Of the host's numbers at a time: the sizes reach gigabytes.
+// Sums are checked in pieces of this size, since the sizes reach gigabytes.
 constexpr int64_t kPieceElements = 1 << 18;
 
 std::vector<int64_t> sizes_bytes(const SweepOptions& options) {

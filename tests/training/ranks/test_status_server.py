@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_read_its_answer_delays_nobody(server):
 
 
 class BusyEngine:
-    """Of a rank whose records of its last iterations take 10 KB."""
+    """The entry of a rank whose records of its last iterations take 10 KB."""
 
     def __init__(self, rank):
         self._rank = rank

@@ -192,7 +192,6 @@ class Session(TrainingSession):
         is free. What was measured and planned stays. Returns the parameters that unsynchronized passes have used."""
         cycle, gradients = self.cycle, self.cycle.gradients
         used = [gradients.states[index].parameter for index in sorted(gradients.used_unsynchronized)]
-        gradients.used_unsynchronized.clear()
         self.flush()
         cycle.ddp_reduces = self.report.reduced_by_ddp = True
         cycle.trace.end(time.perf_counter_ns())
