@@ -65,7 +65,7 @@ def _attempt(seed: int, chance: random.Random, features: Sequence[str]) -> Progr
         pinned=pinned,
         adapt=adapt,
         max_grad_norm=chance.random() < 0.04,
-        hands_over=seed % 2 == 0 and wrapper not in ("none", "compiled"),
+        hands_over=seed % 2 == 0,
     )
 
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gradcast
 from gradcast import _core
+from gradcast.training.plan import loop
 from gradcast.training.plan.agreement import STATE_VERSION
 from gradcast.training.plan.loop import Leaving
-from gradcast.training.sessions import handover
 from gradcast.training.state import TrainingState
 
 WIDTH = 8
@@ -126,19 +126,22 @@ def pin(handle, seed):
 
 
 def hand_over(handle, seed):
-    """Leaves the reduction to DDP again and again, for a few steps, where nothing speaks against it."""
+    """Leaves the reduction to DDP again and again, for a few steps, or rests if something speaks against it."""
     chance = random.Random(seed)
     controller = TrainingState.of(handle, "a program").session.controller
     begin = controller.begin_iteration
 
     def begin_and_leave(*arguments):
         begin(*arguments)
-        if controller.warmup is None and chance.random() < 0.5:
-            controller.leave_to_ddp(Leaving.FOR_GOOD)
+        if controller.warmup is not None or controller.rests or chance.random() < 0.5:
+            return
+        if not controller.leave_to_ddp(Leaving.FOR_GOOD):
+            controller.phase.rest_steps = controller.phase.take_rest()
+            controller.meter.pause()
 
     controller.begin_iteration = begin_and_leave
     interval = chance.choice([1, 1, 2, 3])
-    vars(handover).update(_INTERVAL=interval, _INTERVAL_MAX=interval)
+    vars(loop).update(_REST_STEPS=interval, _REST_STEPS_MAX=interval)
 
 
 class KeepsPrevious(torch.optim.Optimizer):

@@ -69,7 +69,7 @@ class Program:
     pinned: bool = True
     adapt: bool = False
     max_grad_norm: bool = False
-    hands_over: bool = False  # to DDP, now and then
+    hands_over: bool = False  # to DDP, now and then, or rests
 
     @property
     def modules(self) -> list[models.Part]:

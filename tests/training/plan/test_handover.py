@@ -33,21 +33,28 @@ def soon(gain=1.01):
     """Nothing is expected of plans, and little time passes until DDP reduces, and until gradcast looks again."""
     with (
         mock.patch.object(proposals, "expect", return_value=expectation(gain)),
-        mock.patch.multiple(loop, _STEPS_UNTIL_DDP=3, _STEPS_UNTIL_DDP_AGAIN=3, _STEPS_AFTER_REASON=4),
-        mock.patch.multiple(handover, _INTERVAL=3, _INTERVAL_MAX=5),
+        mock.patch.multiple(loop, _STEPS_UNTIL_DDP=3, _STEPS_UNTIL_DDP_AGAIN=3, _REST_STEPS=3, _REST_STEPS_MAX=5),
     ):
         yield
+
+
+def resting_for(steps):
+    return mock.patch.multiple(loop, _REST_STEPS=steps, _REST_STEPS_MAX=steps)
 
 
 class Loop:
     """A training with DDP, the same on both sides. ``by_ddp``: of each step with gradcast, whether DDP reduced it."""
 
-    def __init__(self, side, *, ddp=None, optimizer=torch.optim.Adam, **options):
+    def __init__(self, side, *, ddp=None, optimizer=torch.optim.Adam, split=None, **options):
+        """``split``: of the parameters, those from there on are those of an optimizer of their own, ``second``."""
         self.side, self.by_ddp = side, []
         self.module = TASKS["plain"].module()
         self.ddp = DDP(self.module, **(ddp or {}))
-        self.optimizer = optimizer(self.module.parameters(), lr=0.01)
-        side.attach(self.ddp, self.optimizer, plan=planning(adapt=True), **options)
+        parameters = list(self.module.parameters())
+        self.optimizer = optimizer(parameters[:split], lr=0.01)
+        self.second = None if split is None else optimizer(parameters[split:], lr=0.01)
+        both = self.optimizer if split is None else [self.optimizer, self.second]
+        side.attach(self.ddp, both, plan=planning(adapt=True), **options)
 
     def backward(self, number):
         inputs, targets = TASKS["plain"].batch(self.side.rank, number)
@@ -179,7 +186,7 @@ def passes_past_ddp(side):
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     side.attach(ddp, sgd, plan=planning(adapt=True))
     by_ddp = []
-    with mock.patch.object(handover, "_INTERVAL", 10):
+    with resting_for(10):
         for number in range(STEPS):
             sgd.zero_grad()
             module.is_whole = bool(number % 3)
@@ -208,7 +215,7 @@ def frozen_for_a_while(side):
     """While DDP reduces, for long, and would raise in the next step; gradcast takes the reduction back."""
     training = Loop(side, ddp={"find_unused_parameters": side.name == "ddp"})
     first = next(training.module.parameters())
-    with mock.patch.object(handover, "_INTERVAL", 100):
+    with resting_for(100):
         for number in range(STEPS):
             training.optimizer.zero_grad()
             first.requires_grad_(number not in (25, 26))
@@ -225,6 +232,25 @@ def two_steps_of_backward(side):
         if number % 4 == 0:
             training.backward(1000 + number)
         training.step(number)
+    goes_and_returns(training)
+    return training.result()
+
+
+def closures(side):
+    """Forward and backward run inside step(), of the first of two optimizers; some gradients are never taken."""
+    training = Loop(side, split=3)
+    for number in range(STEPS):
+
+        def closure(number=number):
+            training.optimizer.zero_grad()
+            training.backward(number)
+
+        if number % 3 == 0:
+            closure()
+        training.optimizer.step(closure)
+        if number % 2:
+            training.second.step()
+        training.note()
     goes_and_returns(training)
     return training.result()
 
@@ -249,6 +275,7 @@ def two_steps_of_backward(side):
         (late_buffer, ()),
         (frozen_for_a_while, ()),
         (two_steps_of_backward, ()),
+        (closures, ()),
     ],
 )
 @on_ranks(2)
@@ -391,7 +418,7 @@ def test_calls_that_need_gradcast_take_the_reduction_back(rank, mode, call):
             assert training.by_ddp[19:21] == [True, False], training.by_ddp
         return training.result()
 
-    with soon(), mock.patch.object(handover, "_INTERVAL", 100):
+    with soon(), resting_for(100):
         return differences(rank, program, mode)
 
 
@@ -400,7 +427,7 @@ def test_calls_that_need_gradcast_take_the_reduction_back(rank, mode, call):
 def test_functions_that_come_meanwhile_are_called_with_each_step(rank, mode):
     """On one rank alone."""
     side = Side(mode, rank.index)
-    with soon(), mock.patch.object(handover, "_INTERVAL", 100):
+    with soon(), resting_for(100):
         training, updated, steps = Loop(side), [], []
         number = 0
         while not (training.by_ddp and training.by_ddp[-1]):

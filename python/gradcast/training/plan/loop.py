@@ -19,7 +19,8 @@ beginning of Following: iterations count for its monitor.
 The monitor (include/gradcast/monitor.h) gets the same step reports on every rank and so decides the same. From time to
 time it tries the DDP baseline for a few iterations. If the baseline is as fast, or if the plan is expected to gain too
 little, the ranks follow the baseline: gradients are sent as DDP sends them. Around a
-DDP module they let DDP do it itself after some steps (sessions/handover.py). If the shares of the batch follow the
+DDP module they let DDP do it itself after some steps (sessions/handover.py); otherwise they rest: they measure and
+report nothing for some hundred steps, and then look again for a few. If the shares of the batch follow the
 ranks' speed, a change of one rank's compute is measured again only if the shares do not answer it.
 
 The proposer (proposals.py) only computes: a transition gives it measurements, and all ranks check what rank 0 proposes.
@@ -58,10 +59,13 @@ from gradcast.training.step.step_message import StepMessage
 # After so many steps of a plan, and then again, the share of steps that clipping certifies is looked at.
 _SHARE_STEPS = 64
 # After so many steps of the baseline, followed for good, the monitor knows the usual times, and DDP takes over; after
-# fewer if they were known before, after more if a rank had a reason against it. With many ranks: rounds of reports.
+# fewer if they were known before, after more if nobody may rest. With many ranks: rounds of reports.
 _STEPS_UNTIL_DDP = 32
 _STEPS_UNTIL_DDP_AGAIN = 12
 _STEPS_AFTER_REASON = 512
+# So many steps pass before the ranks look again; each time twice as many, up to the maximum.
+_REST_STEPS = 400
+_REST_STEPS_MAX = 3200
 # Another plan may be better if clipping certifies so many more or fewer steps, as a share of all.
 _OTHER_SHARE = 0.2
 
@@ -76,11 +80,18 @@ class Leaving(enum.Enum):
 class Phase:
     """``on_baseline``: the open iteration follows the DDP baseline, for good or as a trial. ``times_blocks``: the next
     ``begin_iteration`` needs to know when the blocks of this iteration have finished. ``slowest_rank``: one that has
-    lately computed at least a tenth longer than the others."""
+    lately computed at least a tenth longer than the others. ``rest_steps``: for which nothing is measured yet."""
 
     on_baseline = False
     times_blocks = False
     slowest_rank: int | None = None
+    rest_steps = 0
+    _rests_taken = 0
+
+    def take_rest(self) -> int:
+        """Returns for how many steps nothing is measured now."""
+        self._rests_taken += 1
+        return min(_REST_STEPS * 2 ** (self._rests_taken - 1), _REST_STEPS_MAX)
 
 
 class Fixed(Phase):
@@ -198,6 +209,11 @@ class PlanLoop:
         those of the last iteration, None if it had none. REQUIRES: nothing is in flight, except in a device's queue
         unless ``phase.times_blocks``."""
         self.leaves_to_ddp = None  # no forward pass came before this backward pass
+        if self.rests:
+            self.phase.rest_steps -= 1
+            if not self.rests:
+                self.end_rest()
+            return
         trace = self.meter.trace
         own, reports = self.meter.step_ended(start_ns, self._waiting_stage())
         if self.meter.iterations:
@@ -291,7 +307,7 @@ class PlanLoop:
         if self.agreed.runs_as_baseline and phase.iterations % self.meter.reports.turns == 0:
             phase.until_ddp -= 1
             if phase.until_ddp <= 0 and not self.leave_to_ddp(Leaving.FOR_GOOD):
-                phase.until_ddp = _STEPS_AFTER_REASON
+                self._rest(phase)
         phase.iterations += 1
         rounds, position = divmod(phase.iterations, _SHARE_STEPS)
         if rounds and position == 0:
@@ -335,6 +351,28 @@ class PlanLoop:
         """Follows the plan in force again after DDP has reduced. ``ddp_steps_ns``: of a trial, this rank's steps."""
         if isinstance(self.phase, Following):
             self.phase.until_ddp, self.phase.ddp_steps_ns = _STEPS_UNTIL_DDP_AGAIN, ddp_steps_ns
+
+    def _rest(self, phase: Following) -> None:
+        """Measures nothing for some steps, unless the shares of the batch need that."""
+        phase.until_ddp = _STEPS_AFTER_REASON
+        if self.balancing is None and phase.on_baseline:
+            phase.rest_steps = phase.take_rest()
+            self.meter.pause()
+            self.group.info(
+                "gradients are sent in DDP's buckets from here on, and nothing is measured; gradcast looks again "
+                f"after {phase.rest_steps} steps",
+            )
+
+    @property
+    def rests(self) -> bool:
+        """True while nothing is measured or reported; the same on all ranks."""
+        return self.phase.rest_steps > 0
+
+    def end_rest(self) -> None:
+        """Measures again from the next iteration on. Call this on all ranks at the same one."""
+        self.phase.rest_steps = 0
+        self.meter.resume()
+        self.look_again(None)
 
     def _trial_ended(self, phase: Following, own_ns: Sequence[float]) -> _core.Decision:
         """Gives the steps of a trial to the monitor. ``own_ns``: of this rank."""
@@ -387,6 +425,8 @@ class PlanLoop:
     def adopt(self, state: dict[str, Any], here: MeasuredExchange) -> None:
         """Follows the plan of a checkpoint, or one made from its profile if it is of other workers than those of
         ``here``. Collective, inside ``together``."""
+        if self.rests:
+            self.end_rest()
         if self.warmup is not None:
             self.warmup.release()
         profile = self.profile = _core.Profile.from_json(state["profile"])

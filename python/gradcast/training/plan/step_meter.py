@@ -67,6 +67,15 @@ class StepMeter:
         self.exposed.add(reports)
         return own, reports
 
+    def pause(self) -> None:
+        """Reports nothing until ``resume``. Call ``step_ended`` again only after that."""
+        self.reports.pause()
+
+    def resume(self) -> None:
+        """The iterations before this one are not reported."""
+        self.iterations.clear()
+        self._link_ns = self._exchange.counters().link_ns
+
     @property
     def reported(self) -> Iteration | None:
         """The last iteration that the last reports are of. None if they are of none of this session, or if they have

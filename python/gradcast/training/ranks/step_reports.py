@@ -73,6 +73,11 @@ class StepReports:
         reports = [each for each in self._known if each is not None]
         return reports if self.ends_round and len(reports) == len(self._known) else None
 
+    def pause(self) -> None:
+        """Sends no report until ``exchange`` is called again."""
+        self._own.zero_()
+        self._latest = None
+
     def _decode(self, values: Sequence[float], written_at: int) -> bool:
         """Returns whether this was the last turn of a round."""
         turn = self._turn(written_at)

@@ -66,7 +66,7 @@ class ForwardPasses:
         if compiled or torch.jit.is_tracing():
             with cycle.waits.at(Cause.COMPILED if compiled else Cause.COMPLETION):
                 self.complete_step()
-        if controller.proposer.mode == "overlap":
+        if not cycle.awaits_in_backward:
             self._unseen.before_forward(controller.unseen_reads, training)
         if training:
             graph_capture.refuse_capture(controller.group.device)

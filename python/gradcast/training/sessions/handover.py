@@ -30,9 +30,6 @@ from gradcast.training.step.backward_passes import NO_TASK, current
 from gradcast.training.step.compiled_blocks import is_compiled
 from gradcast.training.step.weights import GivenWeights
 
-# DDP reduces so many steps before gradcast looks again; twice as many each time, up to the maximum.
-_INTERVAL = 400
-_INTERVAL_MAX = 3200
 # A trial has so many steps. In the first ones DDP has one bucket, and then forms its buckets anew.
 _TRIAL_STEPS = 6
 _TRIAL_SKIPPED = 2
@@ -49,7 +46,6 @@ class Handover(Reduction):
         self._ddp_finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._covered = set(map(id, setup.accepted.parameters.values()))
         self._taken_over = DdpTakeover(ddp, self._joining, self._joined)
-        self._interval, self._version = _INTERVAL, -1
         self._count = self._count_at_forward = 0  # of DDP's reductions: now, and when the last forward pass began
         self._until = 0
         self._was_bypassed = False  # a forward pass past DDP has begun since the last one of DDP's
@@ -157,10 +153,7 @@ class Handover(Reduction):
         if leaving is Leaving.FOR_TRIAL:
             self._until, self._starts_ns = _TRIAL_STEPS, []
             return
-        if controller.version != self._version:
-            self._interval, self._version = _INTERVAL, controller.version
-        self._until = self._interval
-        self._interval = min(2 * self._interval, _INTERVAL_MAX)
+        self._until = controller.phase.take_rest()
         self._setup.group.info("DDP reduces by itself from here on; gradcast looks again after %d steps", self._until)
 
     def _leave(self, buckets: Buckets | None = None) -> None:

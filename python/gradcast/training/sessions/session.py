@@ -123,7 +123,7 @@ class Session(TrainingSession):
         self._handles = cycle.gradients.install(cycle)
         if exchange.buffers.residuals:
             self._handles.append(residuals.refuse_scalers_of(self.parameters, cycle))
-        cycle.steps.intercept(cycle.on_step, cycle.flush, lambda: cycle.lock)
+        cycle.intercept_steps()
 
     # --- For the handle (TrainingSession) ---
 
@@ -178,6 +178,8 @@ class Session(TrainingSession):
 
     def share_out(self, balancing: Balancing) -> None:
         """Adapts the ranks' shares of a batch to their reports."""
+        if self.controller.rests:
+            self.controller.end_rest()
         reports = self.controller.meter.reports
         balancing.begin_session(self.exchange, reports.lag, reports.turns)
         self.controller.balancing = balancing
@@ -193,10 +195,11 @@ class Session(TrainingSession):
         cycle, gradients = self.cycle, self.cycle.gradients
         used = [gradients.states[index].parameter for index in sorted(gradients.used_unsynchronized)]
         self.flush()
+        gradients.open = False
         cycle.ddp_reduces = self.report.reduced_by_ddp = True
         cycle.trace.end(time.perf_counter_ns())
-        self._callbacks.in_parts = False
         self.forward.leave()
+        cycle.awaits_in_backward = True
         cycle.steps.leave()
         self._remove_hooks()
         gradients.used_unsynchronized.clear()
@@ -212,7 +215,6 @@ class Session(TrainingSession):
             self.cycle.gradients.used_unsynchronized |= {e.index for e in found if e.parameter.grad is not None}
         self.exchange.lay_out(self.exchange.order)
         self._install()
-        self._callbacks.in_parts = self.mode == "overlap"
         self.cycle.ddp_reduces = self.report.reduced_by_ddp = False
 
     def _remove_hooks(self) -> None:

@@ -75,7 +75,8 @@ class ForwardTime:
 
 class StepCycle:
     """The listener of the gradients (GradientHooks), and the owner of pending tensors (pending.Owner). ``ddp_reduces``:
-    DDP does, for a while (handover.py)."""
+    DDP does, for a while (handover.py). ``awaits_in_backward``: it waits for the gradients, and ``step()`` is the
+    optimizer's own."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class StepCycle:
         self.forward_time = ForwardTime(self.trace, warn_once)
         self.lock = threading.RLock()
         self.ddp_reduces = False
+        self.awaits_in_backward = True  # until ``intercept_steps``
         self._iteration = 0  # the engine's number of the open one
         self._late: list[ParameterState] = []  # whose updates ran only when backward began
 
@@ -141,7 +143,7 @@ class StepCycle:
             due = [state for state in used if state.is_update_due]
             if due:
                 self.steps.stream.on_parameter_read()
-                with self.waits.at(self._cause(tensors[0])):
+                with self.waits.at(_cause(tensors[0], self.gradients.table.of(tensors[0]))):
                     self.steps.complete_updates(due)
             if self.steps.clipping.is_norm_missing and self.steps.due:
                 with self.waits.at(Cause.GRADIENTS_AFTER_STEP):
@@ -150,13 +152,6 @@ class StepCycle:
                 self.gradients.passes.refuse_inside()
                 with self.waits.at(Cause.GRADIENTS):
                     self.use_gradients()
-
-    def _cause(self, tensor: torch.Tensor) -> Cause:
-        """The kind of use of this tensor, whose update is pending."""
-        state = self.gradients.table.of(tensor)
-        if state is None:
-            return Cause.STATE
-        return Cause.GRADIENTS_AFTER_STEP if tensor is state.visible_grad else Cause.PARAMETERS
 
     def zero_later(self, tensor: torch.Tensor) -> bool:
         with self.lock:
@@ -218,6 +213,7 @@ class StepCycle:
                 lambda: controller.begin_iteration(start_ns, last),
                 tells=controller.group.rank == 0,
             )
+            self.intercept_steps()
             measuring, on_baseline = controller.warmup is not None, controller.phase.on_baseline
             counts = controller.proposer.mode == "overlap" and not on_baseline
             self.waits.begin_step(now_ns, measuring=measuring, counts=counts)
@@ -226,6 +222,15 @@ class StepCycle:
             self._iteration = self.gradients.exchange.begin()
             plan, profile = self.gradients.exchange.plan, self.gradients.exchange.profile
             self.trace.begin(StepRecord(self.progress.steps, self._iteration, plan, profile, start_ns))
+
+    def intercept_steps(self) -> None:
+        """Takes ``step()`` over, but not in hook mode, nor while the plan loop rests, unless gradcast clips in it."""
+        rests = self.controller.rests and not self.steps.clipping.kinds
+        before, self.awaits_in_backward = self.awaits_in_backward, rests or self.controller.proposer.mode == "hook"
+        if before and not self.awaits_in_backward:
+            self.steps.intercept(self.on_step, self.flush, lambda: self.lock)
+        elif self.awaits_in_backward and not before:
+            self.steps.leave()
 
     def _host_waited_until_ns(self) -> int | None:
         """Waits for blocks still in flight: forward needed none of their tensors, or on a device they may stay in
@@ -261,7 +266,7 @@ class StepCycle:
                 self.gradients.exchange.wait_all()
                 self.consistency.compare_ranks(self._iteration)
                 self.use_gradients()
-            if self.controller.proposer.mode == "hook":
+            if self.awaits_in_backward:
                 self._await_gradients(now_ns)
                 self._end_step()
 
@@ -339,6 +344,14 @@ class StepCycle:
         for state in self._late:
             state.updated_late = False
         self._late.clear()
+
+
+def _cause(tensor: torch.Tensor, state: ParameterState | None) -> Cause:
+    """The kind of use of this tensor, whose update is pending. ``state``: of its parameter; None if it is of an
+    optimizer's state."""
+    if state is None:
+        return Cause.STATE
+    return Cause.GRADIENTS_AFTER_STEP if tensor is state.visible_grad else Cause.PARAMETERS
 
 
 def _measured(controller: PlanLoop, category: str) -> contextlib.AbstractContextManager[Any]:

@@ -67,9 +67,11 @@ class OptimizerSteps:
         for number, each in enumerate(self.optimizers):
             on_access = functools.partial(self.complete_updates_of, number, Cause.STATE)
             each.intercept(functools.partial(on_step, number), flush, on_access, lock)
+        self._callbacks.in_parts = bool(self.optimizers)
 
     def leave(self) -> None:
         """Gives the optimizers their own ``step()`` again, until ``intercept``."""
+        self._callbacks.in_parts = False
         for each in self.optimizers:
             each.leave()
 

@@ -306,9 +306,9 @@ class StepInterception:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            if self._active:
+            if self._active and not self.is_paused:
                 on_step()
-            else:  # in the closure's forward pass gradcast has found a changed model, and begun anew or left
+            else:  # in the closure gradcast has left, has begun anew with a changed model, or DDP has taken over
                 step_without_hooks(self_)(self_)
             for hook in [*self_._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
                 hook(self_, (self_,), {})
