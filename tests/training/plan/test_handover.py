@@ -3,6 +3,7 @@ all ranks."""
 
 import contextlib
 import itertools
+import threading
 import time
 from unittest import mock
 
@@ -460,3 +461,30 @@ def test_it_can_be_detached_while_ddp_reduces(rank, mode):
 
     with soon():
         return differences(rank, program, mode)
+
+
+@on_ranks(2)
+def test_a_rank_that_ddp_waits_for_is_named(rank):
+    """Once; and not by the rank that computes for long meanwhile."""
+    side = Side("overlap", rank.index)
+    with soon(), resting_for(100), heard() as lines:
+        training = Loop(side, watch=gradcast.Watch(stall_warning_s=0.2))
+        number = 0
+        while not (training.by_ddp and training.by_ddp[-1]):
+            training.step(number)
+            number += 1
+        if rank.index == 0:
+            threading.Thread(target=lambda: signal_once_named(rank, lines), daemon=True).start()
+        else:
+            rank.wait_for("named")
+        for _ in range(3):
+            training.step(number)
+        side.handle.detach()
+    named = [line for line in lines if "DDP" in line and "rank 1 has not responded" in line]
+    return [] if len(named) == 1 - rank.index else lines
+
+
+def signal_once_named(rank, lines):
+    while not any("rank 1 has not responded" in line for line in lines):
+        time.sleep(0.02)
+    rank.signal("named")

@@ -4,6 +4,7 @@ DDP still does everything else: it sends buffers from rank 0 before forward, and
 """
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import refused
+
+# DDP waits for other ranks inside these.
+_WAITING = (torch.autograd.graph._engine_run_backward.__code__, DistributedDataParallel._pre_forward.__code__)
 
 
 class Buckets(NamedTuple):
@@ -174,6 +178,16 @@ class DdpTakeover:
         if stats != self._stats:
             self._reductions, self._stats = self._reductions + 1, stats
         return self._reductions
+
+    def place_of(self, thread: int) -> tuple[str, list[int]] | None:
+        """Returns where this thread is inside backward or before DDP's forward, None elsewhere. It stays the same while
+        no gradient comes. Any thread may call this."""
+        ddp, frame = self._ddp(), sys._current_frames().get(thread)
+        while ddp is not None and frame is not None:
+            if frame.f_code in _WAITING:
+                return frame.f_code.co_name, ddp.reducer.get_backward_stats()
+            frame = frame.f_back
+        return None
 
     def give_back(self) -> None:
         ddp = self._ddp()

@@ -23,13 +23,12 @@ class WeakHook:
     """Calls a method while its object lives: a tensor or a module must not keep its session alive. ``first``: its first
     arguments."""
 
-    def __init__(self, method: Callable[..., None], *first: Any) -> None:
+    def __init__(self, method: Callable[..., Any], *first: Any) -> None:
         self._method, self._first = weakref.WeakMethod(method), first
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any) -> Any:
         method = self._method()
-        if method is not None:
-            method(*self._first, *arguments)
+        return None if method is None else method(*self._first, *arguments)
 
 
 class UncopiedHook:

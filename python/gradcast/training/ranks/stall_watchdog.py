@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradcast import _core
@@ -34,14 +34,18 @@ _TIMEOUT_SHARE = 0.25
 _CHECKS = 4  # before a wait counts as a stall
 _RECORDS_DUMPED = 2
 _BLOCKS_DUMPED = 64
+_OUTSIDE = "DDP, which reduces the gradients by itself here"
 _CHARACTERS_REPORTED = 2000  # of each sentence in a report, whose size the status server limits
 
 
 class StallWatchdog:
     """The watchdog of one rank. ``explains``: failures; not if the program goes on without the ranks that are gone, and
-    the others notice only when this one closes its connections."""
+    the others notice only when this one closes its connections. ``outside``: returns where the training thread is
+    inside code of others that waits for ranks, None elsewhere; called on the watchdog's thread. The same place for long
+    is a wait."""
 
     explains = True
+    outside: Callable[[], Any] | None = None
 
     def __init__(self, group: Group, options: Options, engine: _core.Engine) -> None:
         self._group = group
@@ -52,6 +56,7 @@ class StallWatchdog:
         server, self.address = start_status_server(group)
         self._failure: Error | None = None
         self._waiting: _Wait | None = None
+        self._outside: _Wait | None = None  # the last one without a context
         self._use = EngineUse(engine, group)
         # A strong reference would keep this object, and so the session, alive.
         arguments = (weakref.ref(self), self._use, server)
@@ -66,7 +71,7 @@ class StallWatchdog:
         ``what``: the object of the wait, for a log line; None for the engine's. Errors of the network that
         leave the block say what the other ranks report.
         """
-        before, waiting = self._waiting, _Wait(what, time.monotonic())
+        before, waiting = self._waiting, _Wait(what)
         self._waiting = waiting
         try:
             yield
@@ -77,8 +82,7 @@ class StallWatchdog:
             raise explained from None
         finally:
             self._waiting = before
-            if waiting.is_reported and self.address is not None:
-                ask(self.address, "stall", self._group.rank, None)
+            self._withdraw(waiting)
 
     def close(self) -> None:
         """Idempotent."""
@@ -88,13 +92,31 @@ class StallWatchdog:
 
     def check(self) -> float:
         """Reports a wait that has become long, once. Returns in how many seconds to check again."""
-        waiting = self._waiting
+        self._look_outside()
+        waiting = self._waiting or self._outside
         if waiting is not None and not waiting.is_reported:
             left_s = waiting.since_s + self._warn_after_s - time.monotonic()
             if left_s > 0:
-                return left_s
+                return min(left_s, self._warn_after_s / _CHECKS)
             self._report_stall(waiting)
         return self._warn_after_s / _CHECKS
+
+    def _look_outside(self) -> None:
+        place = None if self.outside is None else self.outside()
+        if self._outside is not None and self._outside.place != place:
+            self._withdraw(self._outside)
+            self._outside = None
+        if self._outside is None and place is not None:
+            self._outside = _Wait(_OUTSIDE, place)
+
+    def _goes_on(self, waiting: "_Wait") -> bool:
+        if waiting is self._outside:
+            self._look_outside()
+        return waiting in (self._waiting, self._outside)
+
+    def _withdraw(self, waiting: "_Wait") -> None:
+        if waiting.is_reported and self.address is not None:
+            ask(self.address, "stall", self._group.rank, None)
 
     def _report_stall(self, waiting: "_Wait") -> None:
         text = waiting.what or self._engine.waiting_for()
@@ -102,9 +124,8 @@ class StallWatchdog:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
         waiting.is_reported = True
         reports = self._exchange("stall", self._engine.counters().iterations, during=waiting)
-        if self._waiting is not waiting:
-            if self.address is not None:
-                ask(self.address, "stall", self._group.rank, None)
+        if not self._goes_on(waiting):
+            self._withdraw(waiting)
             return
         if reports is not None and min(reports) != self._group.rank:
             return
@@ -191,7 +212,7 @@ class StallWatchdog:
             if answer is None:
                 break  # rank 0 has ended, perhaps since it has answered
             reports = answer
-            is_over = during is not None and self._waiting is not during
+            is_over = during is not None and not self._goes_on(during)
             if is_over or len(reports) == self._group.world_size or time.monotonic() > deadline_s:
                 break
             time.sleep(_POLL_S)
@@ -219,10 +240,11 @@ class StallWatchdog:
         ]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Wait:
     what: str | None
-    since_s: float
+    place: Any = None
+    since_s: float = dataclasses.field(default_factory=time.monotonic)
     is_reported: bool = False
 
 

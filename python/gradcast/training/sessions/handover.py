@@ -14,7 +14,9 @@ completed, which are the same on all ranks, whatever else a rank's program does 
 
 import itertools
 import operator
+import threading
 import time
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcast import _core
 from gradcast.errors import refused
 from gradcast.training.compat.ddp_takeover import Buckets, DdpTakeover
+from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.plan.loop import Leaving
 from gradcast.training.sessions.facets import Reduction
 from gradcast.training.sessions.kinds import Setup
@@ -76,6 +79,7 @@ class Handover(Reduction):
             if changed:
                 raise refused("the module's parameters have changed inside ddp.join(); change them outside of it")
         elif self.by_ddp:
+            self._thread = threading.get_ident()
             self.note_reductions()
             if self._count > self._count_at_forward and self._starts_ns is not None:
                 self._starts_ns.append(time.perf_counter_ns())
@@ -161,7 +165,12 @@ class Handover(Reduction):
         self._taken_over.reduce_again(buckets, used)
         self._was_bypassed = False
         self._count = self._count_at_forward = 0
+        self._thread = threading.get_ident()
+        self._session.exchange.watch.outside = WeakHook(self._place)
         self.by_ddp = True
+
+    def _place(self) -> Any:
+        return self._taken_over.place_of(self._thread) if self.by_ddp else None
 
     def _take_back(self, *, is_armed: bool = False) -> None:
         """``is_armed``: DDP would reduce the next backward pass, since its forward pass has begun."""
