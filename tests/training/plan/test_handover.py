@@ -256,7 +256,7 @@ def closures(side):
     return training.result()
 
 
-@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
@@ -399,7 +399,7 @@ def loading(handle):
 
 
 @pytest.mark.parametrize("call", [weighted, loading])
-@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_calls_that_need_gradcast_take_the_reduction_back(rank, mode, call):
     """Also between forward and backward."""
@@ -423,7 +423,7 @@ def test_calls_that_need_gradcast_take_the_reduction_back(rank, mode, call):
         return differences(rank, program, mode)
 
 
-@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_functions_that_come_meanwhile_are_called_with_each_step(rank, mode):
     """On one rank alone."""
@@ -445,7 +445,7 @@ def test_functions_that_come_meanwhile_are_called_with_each_step(rank, mode):
     return [] if (updated, len(steps)) == expected else [(updated, steps)]
 
 
-@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_it_can_be_detached_while_ddp_reduces(rank, mode):
     def program(side):

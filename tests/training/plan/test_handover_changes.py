@@ -13,7 +13,7 @@ from training.plan.test_handover import STEPS, Loop, goes_and_returns, soon
 from training.pool import on_ranks
 
 nn = torch.nn
-MODES = pytest.mark.parametrize("mode", ["hook", "overlap"])
+MODES = pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 
 
 def gan(side):

@@ -146,7 +146,7 @@ def weighted(side):
     return training.result()
 
 
-@pytest.mark.parametrize("mode", ["hook", "overlap"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
