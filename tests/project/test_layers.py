@@ -82,7 +82,7 @@ LAYERS = {
     ),
     "tests/transport/inproc": Layer(TRANSPORT, "gtest/ csrc/transport/common/ tests/core/ tests/support/"),
     "tests/transport/mpi": Layer(TRANSPORT, "gtest/ mpi.h pybind11/ tests/bindings/ tests/support/"),
-    "tests/transport/nccl": Layer(TRANSPORT, "gtest/ nccl.h cuda_runtime tests/support/"),
+    "tests/transport/nccl": Layer(TRANSPORT, f"gtest/ nccl.h cuda_runtime tests/support/ {SHARED}"),
     "tests/training": Layer(TRANSPORT, "torch/ c10/ pybind11/ dlfcn.h pthread.h csrc/transport/torch/ csrc/bindings/"),
     "tests/nccl_mirror": Layer("", "gtest/ benchmarks/nccl_mirror/"),
     "tests/fuzz": Layer("core", "fuzzer/ csrc/core/"),
