@@ -269,6 +269,8 @@ USES = {
     "training.handle": "comparison scaling snapshots",  # handle.snapshots()
     "snapshots": f"training.state {RANKS}",
     "diagnosis": f"comparison scaling training.observe training.Handle training.Options training.Watch {RANKS}",
+    # The link that training would fit: its samples, its fit, and its measurement of packing.
+    "diagnosis.network.bench": f"training.measure.network_cost training.measure.stopwatch {RANKS}",
     "frameworks": f"snapshots training.state training.Handle training.Options training.attach.attach_inside "
     f"training.attach.attach_to_quorum training.attached_modules.detach_left training.sessions.quorum.Plans {RANKS}",
     "lab": "comparison training.observe",
