@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,9 @@ class Group {
   // The cost per byte of packing a block of several ranges into a message and unpacking it again, on this rank: by
   // default measured in the host's memory.
   virtual double pack_ns_per_byte();
+
+  // The time on the device's stream of the last operation that has completed; nothing where no device carries it.
+  virtual std::optional<double> stream_ns() const { return std::nullopt; }
 
   // All below are collective.
   virtual std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) = 0;

@@ -27,12 +27,18 @@ std::vector<HostBuffer> buffers_of(const std::vector<Tensor>& gradients) {
 
 }  // namespace
 
-Network::Network(Group& group, const std::vector<Tensor>& gradients, int64_t sweep_bytes) {
+Network::Network(Group& group, const std::vector<Tensor>& gradients, const Sweep& sweep) : sweep_(sweep) {
+  const auto allocated = [&](int64_t size_bytes) { return memory_.emplace_back(group.allocate(size_bytes)).get(); };
   std::vector<HostBuffer> buffers = buffers_of(gradients);
-  buffers.push_back({.size_bytes = sweep_bytes});
   for (HostBuffer& buffer : buffers) {
-    memory_.push_back(group.allocate(buffer.size_bytes));
-    buffer.data = memory_.back().get();
+    buffer.data = allocated(buffer.size_bytes);
+  }
+  sweep_.buffer = static_cast<int32_t>(buffers.size());
+  sweep_.data = allocated(sweep_.size_bytes);
+  buffers.push_back({sweep_.data, sweep_.size_bytes, sweep_.element});
+  if (sweep_.has_source) {
+    sweep_.source = allocated(sweep_.size_bytes);
+    buffers.push_back({sweep_.data, sweep_.size_bytes, sweep_.element, sweep_.source});
   }
   transport_ = group.make_transport(std::move(buffers));
   transport_->open(this);

@@ -17,13 +17,23 @@ namespace gradcast {
 
 class Network final : public Transport, private CompletionSink {
  public:
-  // Collective. Memory for these gradients, in the buffers that they name, and for the sweep in a buffer of its own.
-  // Throws Error{kInvalidOption} for gradients that the transports cannot sum.
-  Network(Group& group, const std::vector<Tensor>& gradients, int64_t sweep_bytes);
+  // The memory of the sweep: one buffer in which operations work in place, and one with the same memory whose
+  // operations read other memory, if there is any.
+  struct Sweep {
+    int64_t size_bytes = 0;
+    Element element = Element::kFloat32;
+    bool has_source = false;
+    int32_t buffer = 0;  // the first of the two; the network fills in this and the rest
+    void* data = nullptr;
+    void* source = nullptr;
+  };
+
+  // Collective. Memory for these gradients, in the buffers that they name, and for the sweep. Throws
+  // Error{kInvalidOption} for gradients that the transports cannot sum.
+  Network(Group& group, const std::vector<Tensor>& gradients, const Sweep& sweep);
   ~Network() override;
 
-  int32_t sweep_buffer() const { return static_cast<int32_t>(memory_.size()) - 1; }
-  void* sweep_memory() const { return memory_.back().get(); }
+  const Sweep& sweep() const { return sweep_; }
 
   int32_t rank() const noexcept override { return transport_->rank(); }
   int32_t world_size() const noexcept override { return transport_->world_size(); }
@@ -39,6 +49,7 @@ class Network final : public Transport, private CompletionSink {
   void complete(int64_t ticket, const char* error) noexcept override GC_EXCLUDES(mutex_);
 
   std::vector<std::shared_ptr<void>> memory_;
+  Sweep sweep_;
   Mutex mutex_;  // held in calls of the user's sink, which close() has to outlast
   CompletionSink* sink_ GC_GUARDED_BY(mutex_) = nullptr;
   std::unique_ptr<Transport> transport_;

@@ -29,6 +29,8 @@ The network:
   --alpha-us X         inproc: every operation takes so long               [0]
   --gbit X             inproc: and its bytes go at this rate               [without limit]
 The sweep:
+  --dtype T            fp32, bf16 or fp64                                  [fp32]
+  --out-of-place       each size also from other memory than it writes
   --bytes-min N        smallest size; k, M and G may follow (1024s)        [1k]
   --bytes-max N        largest size                                        [64M]
   --factor X           from one size to the next                           [2]
@@ -104,6 +106,9 @@ std::string one_of(const std::string& name, const std::string& text, const std::
 
 using Setter = std::function<void(BenchOptions&, const std::string& name, const std::string& text)>;
 
+const std::map<std::string, Element> kElements = {
+    {"fp32", Element::kFloat32}, {"bf16", Element::kBFloat16}, {"fp64", Element::kFloat64}};
+
 const std::map<std::string, Setter>& setters() {
   static const std::map<std::string, Setter> all = {
       {"transport",
@@ -113,6 +118,10 @@ const std::map<std::string, Setter>& setters() {
       {"ranks", [](auto& o, const auto& n, const auto& t) { o.rank_count = count(n, t, 1024); }},
       {"alpha-us", [](auto& o, const auto& n, const auto& t) { o.network.alpha_ns = 1e3 * number(n, t, 0, 1e7); }},
       {"gbit", [](auto& o, const auto& n, const auto& t) { o.network.beta_ns_per_byte = 8 / number(n, t, 1e-3, 1e5); }},
+      {"dtype",
+       [](auto& o, const auto& n, const auto& t) {
+         o.sweep.element = kElements.at(one_of(n, t, {"fp32", "bf16", "fp64"}));
+       }},
       {"bytes-min", [](auto& o, const auto& n, const auto& t) { o.sweep.bytes_min = bytes(n, t); }},
       {"bytes-max", [](auto& o, const auto& n, const auto& t) { o.sweep.bytes_max = bytes(n, t); }},
       {"factor", [](auto& o, const auto& n, const auto& t) { o.sweep.factor = number(n, t, 1.1, 1024); }},
@@ -139,6 +148,7 @@ BenchOptions parse_options(int argc, char** argv) {
   const std::map<std::string, bool*> flags = {{"sweep", &options.runs_sweep},
                                               {"schedule", &options.runs_schedule},
                                               {"overhead", &options.runs_overhead},
+                                              {"out-of-place", &options.sweep.out_of_place},
                                               {"json", &options.json},
                                               {"parts", &options.parts},
                                               {"help", &options.help}};
@@ -171,6 +181,10 @@ BenchOptions parse_options(int argc, char** argv) {
   }
   if (!options.runs_sweep && !options.runs_schedule && !options.runs_overhead) {
     options.runs_sweep = options.runs_schedule = options.runs_overhead = true;
+  }
+  if (options.runs_schedule && options.sweep.element != Element::kFloat32) {
+    throw Error(ErrorCode::kInvalidOption,
+                "the schedule plans with the cost of float32, and --dtype is for the sweep; add --sweep");
   }
   if (options.sweep.bytes_max < options.sweep.bytes_min) {
     throw Error(ErrorCode::kInvalidOption, "--bytes-max is below --bytes-min");

@@ -130,8 +130,11 @@ class NcclGroup final : public MpiGroup {
   double pack_ns_per_byte() override { return 0; }
   std::unique_ptr<Transport> make_transport(std::vector<HostBuffer> buffers) override {
     const std::string id = from_first(rank() == 0 ? new_nccl_id() : "");
-    return make_nccl_transport(id, rank(), world_size(), std::move(buffers), {.device = device_});
+    return make_nccl_transport(
+        id, rank(), world_size(), std::move(buffers),
+        {.device = device_, .on_stream_time = [this](int64_t time_ns) { stream_ns_ = time_ns; }});
   }
+  std::optional<double> stream_ns() const override { return static_cast<double>(stream_ns_); }
 
  private:
   static int32_t place_on_host() {
@@ -144,6 +147,7 @@ class NcclGroup final : public MpiGroup {
   }
 
   int32_t device_ = 0;
+  int64_t stream_ns_ = 0;  // set by the transport's thread before a completion, read behind it
   cudaStream_t compute_ = nullptr;
 };
 

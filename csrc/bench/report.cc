@@ -3,9 +3,11 @@
 #include <cstdarg>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "gradcast/version.h"
 #include "parts.h"
+#include "transport/common/host_memory.h"
 
 namespace gradcast {
 namespace {
@@ -21,6 +23,11 @@ namespace {
 
 std::string name_of(Op op) {
   return std::string(to_string(op));
+}
+
+// As nccl-tests names it.
+const char* type_of(Element element) {
+  return element == Element::kBFloat16 ? "bfloat16" : element == Element::kFloat32 ? "float" : "double";
 }
 
 std::string fit_text(Op op, const LinkFit& fit) {
@@ -44,19 +51,23 @@ std::string title(const BenchOptions& options, const BenchResults& results) {
          options.transport + "\n" + places_text(results.places) + "\n";
 }
 
-std::string sweep_header() {
-  const char* const format = "%12s %12s %8s %6s %14s %11s %9s %9s %7s %11s %11s %11s";
-  return line(format, "size", "count", "type", "redop", "operation", "time", "algbw", "busbw", "errors", "p50", "p90",
-              "p99") +
-         line(format, "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)");
+std::string sweep_header(bool has_stream) {
+  const char* const format = "%12s %12s %8s %6s %14s %5s %11s %9s %9s %7s %11s %11s %11s%s";
+  return line(format, "size", "count", "type", "redop", "operation", "place", "time", "algbw", "busbw", "errors", "p50",
+              "p90", "p99", has_stream ? "      stream" : "") +
+         line(format, "(B)", "(elements)", "", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)",
+              has_stream ? "        (us)" : "");
 }
 
 std::string sweep_line(const SweepRow& row, int32_t world_size) {
-  return line("%12lld %12lld %8s %6s %14s %11.1f %9.3f %9.3f %7lld %11.1f %11.1f %11.1f",
-              static_cast<long long>(row.size_bytes), static_cast<long long>(row.size_bytes / 4), "float",
-              row.op == Op::kAllGather ? "none" : "sum", name_of(row.op).c_str(), row.time_ns / 1e3,
-              row.algorithm_bandwidth(), row.bus_bandwidth(world_size), static_cast<long long>(row.error_count),
-              row.p50_ns / 1e3, row.p90_ns / 1e3, row.p99_ns / 1e3);
+  char stream[24] = "";
+  if (row.stream_ns) std::snprintf(stream, sizeof stream, " %11.1f", *row.stream_ns / 1e3);
+  return line("%12lld %12lld %8s %6s %14s %5s %11.1f %9.3f %9.3f %7lld %11.1f %11.1f %11.1f%s",
+              static_cast<long long>(row.size_bytes),
+              static_cast<long long>(row.size_bytes / element_bytes(row.element)), type_of(row.element),
+              row.op == Op::kAllGather ? "none" : "sum", name_of(row.op).c_str(), row.in_place ? "in" : "out",
+              row.time_ns / 1e3, row.algorithm_bandwidth(), row.bus_bandwidth(world_size),
+              static_cast<long long>(row.error_count), row.p50_ns / 1e3, row.p90_ns / 1e3, row.p99_ns / 1e3, stream);
 }
 
 std::string fits_text(const BenchResults& results) {
@@ -102,17 +113,21 @@ std::string to_json(const BenchOptions& options, const BenchResults& results) {
                              {"environment", place.environment}});
   }
   for (const SweepRow& row : results.sweep) {
-    json["sweep"].push_back({{"op", name_of(row.op)},
-                             {"size_bytes", row.size_bytes},
-                             {"time_ns", row.time_ns},
-                             {"low_ns", row.low_ns},
-                             {"high_ns", row.high_ns},
-                             {"p50_ns", row.p50_ns},
-                             {"p90_ns", row.p90_ns},
-                             {"p99_ns", row.p99_ns},
-                             {"algbw_gb_per_s", row.algorithm_bandwidth()},
-                             {"busbw_gb_per_s", row.bus_bandwidth(results.world_size)},
-                             {"errors", row.error_count}});
+    nlohmann::ordered_json fields = {{"op", name_of(row.op)},
+                                     {"dtype", to_string(row.element)},
+                                     {"in_place", row.in_place},
+                                     {"size_bytes", row.size_bytes},
+                                     {"time_ns", row.time_ns},
+                                     {"low_ns", row.low_ns},
+                                     {"high_ns", row.high_ns},
+                                     {"p50_ns", row.p50_ns},
+                                     {"p90_ns", row.p90_ns},
+                                     {"p99_ns", row.p99_ns},
+                                     {"algbw_gb_per_s", row.algorithm_bandwidth()},
+                                     {"busbw_gb_per_s", row.bus_bandwidth(results.world_size)},
+                                     {"errors", row.error_count}};
+    if (row.stream_ns) fields["stream_ns"] = *row.stream_ns;
+    json["sweep"].push_back(std::move(fields));
   }
   for (const auto& [op, fit] : results.fits) {
     json["fit"][name_of(op)] = {{"relative_error_median", fit.relative_error_median},

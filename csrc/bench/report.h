@@ -30,7 +30,7 @@ struct BenchResults {
 
 std::string title(const BenchOptions& options, const BenchResults& results);
 // The table of the sweep row by row: large operations take long.
-std::string sweep_header();
+std::string sweep_header(bool has_stream);
 std::string sweep_line(const SweepRow& row, int32_t world_size);
 std::string fits_text(const BenchResults& results);
 std::string schedule_table(const BenchResults& results);

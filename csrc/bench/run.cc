@@ -49,12 +49,12 @@ void say(const Group& group, const BenchOptions& options, const std::string& tex
 }
 
 void measure_network(Group& group, Network& network, const BenchOptions& options, BenchResults& results) {
-  say(group, options, sweep_header());
+  say(group, options, sweep_header(group.stream_ns().has_value()));
   results.sweep = sweep(group, network, options.sweep,
                         [&](const SweepRow& row) { say(group, options, sweep_line(row, group.world_size())); });
   std::map<Op, std::vector<LinkSample>> samples;
   for (const SweepRow& row : results.sweep) {
-    samples[row.op].push_back({row.size_bytes, row.time_ns});
+    if (row.in_place) samples[row.op].push_back({row.size_bytes, row.time_ns});  // as training sends
   }
   for (const auto& [op, of_op] : samples) {
     if (of_op.size() >= 3) {
@@ -82,7 +82,7 @@ Profile profile_of(const BenchOptions& options) {
 }
 
 void measure(Group& group, const BenchOptions& options, Profile profile, BenchResults& results) {
-  Network network(group, profile.tensors, largest_bytes(options.sweep));
+  Network network(group, profile.tensors, memory_of(options.sweep));
   measure_network(group, network, options, results);
   say(group, options, "\n" + fits_text(results) + "\n");
   if (options.runs_schedule) {

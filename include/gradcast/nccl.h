@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,6 +28,8 @@ struct NcclOptions {
   int64_t connect_timeout_ns = 120'000'000'000;
   // The longest that an operation may take. Then all operations fail, and the communicator is aborted.
   int64_t operation_timeout_ns = 600'000'000'000;
+  // If set, called with the time of each operation on the transport's stream, between two events, before its completion.
+  std::function<void(int64_t time_ns)> on_stream_time = nullptr;
 };
 
 // Memory of the current device, not zeroed, from which NCCL can send without a copy (ncclMemAlloc); ordinary device

@@ -3,7 +3,8 @@
 // (began), and it will end the operation without the host (queued).
 //
 // Only plain data crosses this interface, and no exception does: the transport for torch is compiled on the user's
-// machine, by another compiler than the one that built the engine. Any change here changes kTransportCapsule.
+// machine, by another compiler than the one that built the engine. Any change of Operation, CompletionSink or Transport
+// changes kTransportCapsule.
 //
 // Every rank starts the same operations in the same order. The caller has to see to that, because no backend checks it:
 // with different operations on two ranks most backends hang, crash, or sum the wrong bytes without an error.
@@ -20,7 +21,7 @@ namespace gradcast {
 // The name of the Python capsule that hands a Transport* from the module that made it to the one that runs the engine.
 inline constexpr const char* kTransportCapsule = "gradcast.Transport.3";
 
-enum class Element { kFloat32, kFloat64 };
+enum class Element { kFloat32, kFloat64, kBFloat16 };
 
 // One gradient buffer, of a transport that works on the host's memory or says otherwise. The memory must stay valid until
 // the transport is closed.
@@ -28,6 +29,8 @@ struct HostBuffer {
   void* data = nullptr;
   int64_t size_bytes = 0;  // a multiple of the element's size
   Element element = Element::kFloat32;
+  // Memory of this size that operations read instead, and leave as it is; nullptr: they work in place.
+  const void* source = nullptr;
 };
 
 // One collective operation over `ranges` of one buffer. kAllReduce leaves the sum over all ranks on every rank.

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradcast import documents
+from gradcast import bench_results, documents
 from gradcast._core import LinkModel, Plan, Profile
 from gradcast.disk import read_text
 from gradcast.documents import Wrong, list_of, number, one_of, record, text, that, whole
@@ -132,7 +132,14 @@ def plan_hash(plan: Plan, profile: Profile) -> str:
 
 
 def load_link(path: str) -> LinkModel:
-    return _parsed(path, read_text(path, "link"), "link", LinkModel.from_json)
+    """Loads a link from a file of its own, or from results of gradcast-bench, which hold one."""
+    text = read_text(path, "link")
+    if _kind_of(text) == _PRINTED[bench_results.KIND]:
+        results = bench_results.check_results(documents.parsed(text, path), path)
+        if "link" not in results:
+            raise Error(f"{path}: these results have no link; it takes a sweep of three sizes or more", "invalid_link")
+        text = json.dumps(results["link"])
+    return _parsed(path, text, "link", LinkModel.from_json)
 
 
 def _parsed(path: str, text: str, expected: str, parse: Callable[[str], T]) -> T:

@@ -25,9 +25,9 @@ class NcclBench : public testing::Test {
  protected:
   static void SetUpTestSuite() {
     std::vector<std::string> words = {
-        "gradcast-bench", "--transport", "nccl",         "--json", "--sweep", "--schedule", "--bytes-max", "64k",
-        "--factor",       "4",           "--iterations", "4",      "--steps", "1",          "--rounds",    "1",
-        "--compute-ms",   "1",           "--scale-size", "0.001"};
+        "gradcast-bench", "--transport", "nccl",         "--json", "--sweep",       "--schedule", "--bytes-max", "64k",
+        "--factor",       "4",           "--iterations", "4",      "--steps",       "1",          "--rounds",    "1",
+        "--compute-ms",   "1",           "--scale-size", "0.001",  "--out-of-place"};
     std::vector<char*> argv;
     for (std::string& word : words) {
       argv.push_back(word.data());
@@ -50,6 +50,22 @@ TEST_F(NcclBench, MeasuresWithoutAnError) {
     EXPECT_EQ(row["errors"], 0);
   }
   EXPECT_FALSE(results_["schedule"].empty());
+}
+
+TEST_F(NcclBench, TimesEachOperationOnItsStream) {
+  for (const auto& row : results_["sweep"]) {
+    EXPECT_GT(row["stream_ns"], 0.0);
+    EXPECT_LE(row["stream_ns"], row["time_ns"]) << "it is a part of what the host waits for";
+  }
+}
+
+TEST_F(NcclBench, MeasuresInAndOutOfPlace) {
+  int64_t in_place = 0;
+  for (const auto& row : results_["sweep"]) {
+    in_place += row["in_place"].get<bool>() ? 1 : 0;
+  }
+  EXPECT_EQ(results_["sweep"].size(), 24);  // 3 operations of 4 sizes
+  EXPECT_EQ(in_place, 12);
 }
 
 TEST_F(NcclBench, PackingCostsNothing) {

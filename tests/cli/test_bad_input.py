@@ -8,6 +8,7 @@ import pytest
 
 import gradcast
 from conftest import NETWORK
+from diagnosis.test_report import results as bench_results
 
 # Of each kind one: tests/core/model breaks every field.
 BREAK_PROFILE = {
@@ -70,6 +71,18 @@ def test_files_of_another_kind(profile_path, plan_path, tmp_path, refused):
     refused(["dev", "plot", profile_path, "-o", picture], "this is a profile; a plan is expected: `gradcast dev plan`")
     refused(["simulate", plan_path, *NETWORK], "this is a plan; a profile is expected: `gradcast dev profile")
     refused(["simulate", "vgg16", "--link", plan_path], "this is a plan; a link is expected: `gradcast dev link")
+
+
+def test_results_of_gradcast_bench_as_a_link(tmp_path, run, refused):
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(bench_results()))
+    assert "an all-reduce takes 100 us + 2 ms per MB" in run("simulate", "vgg16", "--link", path).out
+    path.write_text(json.dumps({key: value for key, value in bench_results().items() if key != "link"}))
+    refused(
+        ["simulate", "vgg16", "--link", path], "these results have no link; it takes a sweep of three sizes or more"
+    )
+    path.write_text(json.dumps(bench_results(world_size=0)))
+    refused(["simulate", "vgg16", "--link", path], "world_size is 0")
 
 
 def test_a_scale_that_is_none():

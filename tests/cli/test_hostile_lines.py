@@ -74,6 +74,33 @@ def test_variables_of_a_launcher(command, changes, words, refused, monkeypatch):
     refused(command.split(), words)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--bench --dtype fp8", "invalid choice: 'fp8' (choose from"),
+        ("--bench --bytes-min 1B", "1B is not a size from 4B to 64GiB"),
+        ("--bench --bytes-max 1", "'1' has no known unit of size; write for instance 25MiB, 4MB or 512B"),
+        ("--bench --bytes-min 2MB --bytes-max 1MB", "--bytes-max (1 MB) is below --bytes-min (2 MB)"),
+        ("--bench --bytes-max 512B", "--bytes-max (512 B) is below --bytes-min (1.02 kB)"),
+        ("--bench --iterations 0", "'0' is not a whole number from 1 to 1000000"),
+        ("--bench --duration 5s", "--duration is for the check; with --bench give --iterations and --bytes-max"),
+        ("--dtype bf16", "--dtype is for --bench; add it, or omit the option"),
+        ("--bytes-max 1MB", "--bytes-max is for --bench; add it, or omit the option"),
+    ],
+)
+def test_options_of_the_networks_bench(arguments, words, refused, monkeypatch):
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    refused(["network", *arguments.split()], words)
+
+
+def test_a_bench_that_no_launcher_has_started(refused, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    refused(
+        ["network", "--bench"], "RANK is not set, so there are no workers to measure between; start it with `torchrun"
+    )
+
+
 def test_a_compiler_with_an_open_quote(monkeypatch):
     pytest.importorskip("torch", reason="this needs torch, which is not installed: pip install torch")
     from gradcast.training.compat import native_build

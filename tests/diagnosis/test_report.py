@@ -36,6 +36,20 @@ def report(tmp_path, content):
 
 
 @pytest.mark.usefixtures("_plots")
+def test_the_picture_omits_what_was_out_of_place(tmp_path):
+    """A training reduces in place."""
+    sweep = results()["sweep"]
+    away = [row | {"in_place": False, "time_ns": 9e9, "high_ns": 9e9} for row in sweep]
+    pictures = []
+    for number, rows in enumerate((sweep, sweep + away)):
+        path, picture = tmp_path / f"{number}.json", tmp_path / f"{number}.png"
+        path.write_text(json.dumps(results(sweep=rows)))
+        assert main(["report", str(path), "-o", str(picture)]) == 0
+        pictures.append(picture.read_bytes())
+    assert pictures[0] == pictures[1]
+
+
+@pytest.mark.usefixtures("_plots")
 def test_the_picture_and_the_sentences(tmp_path, capsys):
     code, picture = report(tmp_path, results())
     assert code == 0

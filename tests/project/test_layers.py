@@ -82,7 +82,7 @@ LAYERS = {
     ),
     "tests/transport/inproc": Layer(TRANSPORT, "gtest/ csrc/transport/common/ tests/core/ tests/support/"),
     "tests/transport/mpi": Layer(TRANSPORT, "gtest/ mpi.h pybind11/ tests/bindings/ tests/support/"),
-    "tests/transport/nccl": Layer(TRANSPORT, "gtest/ nccl.h cuda_runtime tests/support/"),
+    "tests/transport/nccl": Layer(TRANSPORT, f"gtest/ nccl.h cuda_runtime tests/support/ {SHARED}"),
     "tests/training": Layer(TRANSPORT, "torch/ c10/ pybind11/ dlfcn.h pthread.h csrc/transport/torch/ csrc/bindings/"),
     "tests/nccl_mirror": Layer("", "gtest/ benchmarks/nccl_mirror/"),
     "tests/fuzz": Layer("core", "fuzzer/ csrc/core/"),
@@ -269,6 +269,8 @@ USES = {
     "training.handle": "comparison scaling snapshots",  # handle.snapshots()
     "snapshots": f"training.state {RANKS}",
     "diagnosis": f"comparison scaling training.observe training.Handle training.Options training.Watch {RANKS}",
+    # The link that training would fit: its samples, its fit, and its measurement of packing.
+    "diagnosis.network.bench": f"training.measure.network_cost training.measure.stopwatch {RANKS}",
     "frameworks": f"snapshots training.state training.Handle training.Options training.attach.attach_inside "
     f"training.attach.attach_to_quorum training.attached_modules.detach_left training.sessions.quorum.Plans {RANKS}",
     "lab": "comparison training.observe",

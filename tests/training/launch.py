@@ -126,9 +126,9 @@ def require_network_error(end: Ended) -> dict:
     return told
 
 
-def torchrun(*program: str, limit_s: float = 120.0, **variables: str) -> str:
-    """What a program of two ranks prints that torchrun starts once more if a rank is killed. ``variables``: more of its
-    environment."""
+def torchrun(*program: str, rank_count: int = 2, limit_s: float = 120.0, **variables: str) -> str:
+    """What a program of so many ranks prints that torchrun starts once more if a rank is killed. ``variables``: more of
+    its environment."""
     # Without the first, torch 2.11 starts the group again on the store of its first life, where Gloo finds dead
     # addresses (a program of three lines without gradcast fails in the same way).
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TEST_TIMEOUT_S": "60"} | variables
@@ -138,7 +138,7 @@ def torchrun(*program: str, limit_s: float = 120.0, **variables: str) -> str:
             "-m",
             "torch.distributed.run",
             "--standalone",
-            "--nproc-per-node=2",
+            f"--nproc-per-node={rank_count}",
             "--max-restarts=1",
             *program,
         ],

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from gradcast import bench_results
 from transport_conformance import everywhere
 
 RANKS = Path(__file__).with_name("transport_mpi_ranks.py")
@@ -125,6 +126,8 @@ def peak_kb(*arguments: str) -> int:
 
 
 def check_results(results: dict, transport: str, world_size: int) -> None:
+    bench_results.check_results(results, "out")
+    assert not any("stream_ns" in row for row in results["sweep"])  # no device carries the operations
     assert (results["version"], results["kind"]) == (1, "gradcast-bench")
     assert (results["transport"], results["world_size"]) == (transport, world_size)
     assert [rank["host"] for rank in results["ranks"]] == world_size * [platform.node()]
@@ -159,6 +162,54 @@ def test_bench_between_processes():
     results = json.loads(ended.stdout)
     check_results(results, "mpi", 4)
     assert all(re.match(r"[\w ]*MPI", rank["libraries"]) for rank in results["ranks"])
+
+
+def check_rows_in_and_out_of_place(results: dict, dtype: str) -> None:
+    bench_results.check_results(results, "out")
+    expected = [
+        (op, size, in_place)
+        for op in ("all_reduce", "reduce_scatter", "all_gather")
+        for size in (8, 304)
+        for in_place in (True, False)
+    ]
+    assert [(row["op"], row["size_bytes"], row["in_place"]) for row in results["sweep"]] == expected
+    assert {(row["dtype"], row["errors"]) for row in results["sweep"]} == {(dtype, 0)}
+
+
+TWO_SIZES = ["--sweep", "--out-of-place", "--bytes-min", "8", "--bytes-max", "304", "--factor", "38"]
+
+
+@needs_bench
+@needs_mpi
+def test_bench_in_bfloat16_between_processes():
+    """MPI has no such type; 304 bytes are 152 elements in four parts, of which each rank reads its own."""
+    ended = mpirun(4, str(BENCH), "--transport", "mpi", "--json", "--dtype", "bf16", "--iterations", "2", *TWO_SIZES)
+    assert ended.returncode == 0, ended.stderr
+    check_rows_in_and_out_of_place(json.loads(ended.stdout), "bfloat16")
+
+
+@needs_bench
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp64", "float64")])
+def test_bench_of_each_type_between_threads(name, dtype):
+    """With 17 ranks not every one gives each element a number, so that sums stay exact in 8 bits."""
+    arguments = ["--ranks", "17", "--dtype", name, "--iterations", "1", "--warmup", "0", *TWO_SIZES]
+    check_rows_in_and_out_of_place(results_of(*arguments), dtype)
+
+
+@needs_bench
+def test_bench_fits_the_link_to_what_is_in_place():
+    """Out of place no size is a second sample of the line."""
+    sizes = ["--bytes-min", "1k", "--bytes-max", "2k", "--iterations", "1"]
+    assert "link" not in results_of("--ranks", "1", "--sweep", "--out-of-place", *sizes)
+
+
+@needs_bench
+def test_bench_has_one_buffer_for_all_sizes():
+    many, one = (
+        peak_kb("--ranks", "1", "--sweep", "--bytes-min", least, "--bytes-max", "32M", "--iterations", "1")
+        for least in ("8", "32M")
+    )
+    assert many < one + 2048
 
 
 @needs_bench
@@ -266,6 +317,8 @@ def test_bench_takes_no_folder_for_a_profile(tmp_path, monkeypatch):
         (["--transport", "carrier-pigeon"], "--transport is 'carrier-pigeon'; inproc or mpi or nccl is expected"),
         (["--ranks", "0"], "--ranks is '0'; a number from 1 to 1024 is expected"),
         (["--ranks", "2.5"], "a whole number is expected"),
+        (["--dtype", "fp8", "--sweep"], "--dtype is 'fp8'; fp32 or bf16 or fp64 is expected"),
+        (["--dtype", "bf16"], "the schedule plans with the cost of float32, and --dtype is for the sweep; add --sweep"),
         (["--warmup", "-1"], "--warmup is '-1'; a number from 0 to 1e+06 is expected"),
         (["--bytes-max", "lots"], "--bytes-max is 'lots'; a size from 4 to 64G"),
         (["--bytes-min", "2M", "--bytes-max", "1M"], "--bytes-max is below --bytes-min"),

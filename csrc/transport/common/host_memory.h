@@ -18,11 +18,16 @@
 namespace gradcast {
 
 inline int64_t element_bytes(Element element) {
-  return element == Element::kFloat32 ? sizeof(float) : sizeof(double);
+  return element == Element::kBFloat16 ? 2 : element == Element::kFloat32 ? 4 : 8;
 }
 
 inline std::string_view to_string(Element element) {
-  return element == Element::kFloat32 ? "float32" : "float64";
+  return element == Element::kBFloat16 ? "bfloat16" : element == Element::kFloat32 ? "float32" : "float64";
+}
+
+// The bytes that operations on a buffer read.
+inline const char* source_of(const HostBuffer& buffer) {
+  return static_cast<const char*>(buffer.source == nullptr ? buffer.data : buffer.source);
 }
 
 // The facts about a buffer, in host or device memory, that the checks of an operation need.
@@ -93,11 +98,11 @@ inline std::optional<std::string> fault_of(const Operation& operation, std::span
   return operation.range_count > 0 ? std::nullopt : std::optional<std::string>("an operation has no ranges");
 }
 
-// Copies the ranges of a buffer into a contiguous message, and back. REQUIRES: fault_of() found nothing.
+// Copies the ranges that an operation reads into a contiguous message, and a message to where the result belongs. REQUIRES: fault_of() found nothing.
 inline void pack(void* message, const HostBuffer& buffer, std::span<const Range> ranges) {
   auto* to = static_cast<char*>(message);
   for (const Range& range : ranges) {
-    std::memcpy(to, static_cast<const char*>(buffer.data) + range.lo_bytes, static_cast<size_t>(range.size_bytes()));
+    std::memcpy(to, source_of(buffer) + range.lo_bytes, static_cast<size_t>(range.size_bytes()));
     to += range.size_bytes();
   }
 }

@@ -21,6 +21,7 @@
 #include "platform/sync.h"
 #include "platform/thread.h"
 #include "transport/common/host_memory.h"
+#include "transport/common/numbers.h"
 #include "transport/common/parts.h"
 
 namespace gradcast {
@@ -68,7 +69,7 @@ void run(Op op, std::span<const Contribution> ranks) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     std::vector<Number> own;
     if (op == Op::kReduceScatter) {
-      own.assign(result.size(), std::numeric_limits<Number>::quiet_NaN());
+      own.assign(result.size(), Number(std::numeric_limits<float>::quiet_NaN()));
       copy_part(result, own, rank, ranks.size());
     }
     unpack(ranks[rank].buffer, ranks[rank].ranges, own.empty() ? result.data() : own.data());
@@ -79,11 +80,7 @@ void run(Op op, std::span<const Contribution> ranks) {
 // precision, so all ranks get the same bits. REQUIRES: all ranks have the same ranges, whole elements of the same type
 // inside their buffers.
 void run_collective(Op op, std::span<const Contribution> ranks) {
-  if (ranks.front().buffer.element == Element::kFloat32) {
-    run<float>(op, ranks);
-  } else {
-    run<double>(op, ranks);
-  }
+  with_number(ranks.front().buffer.element, [&]<typename Number>(Number) { run<Number>(op, ranks); });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <string>
 #include <thread>
@@ -13,6 +14,7 @@
 #include "gradcast/mpi.h"
 #include "platform/thread.h"
 #include "transport/common/host_memory.h"
+#include "transport/common/numbers.h"
 #include "transport/common/parts.h"
 #include "transport/common/queued_transport.h"
 
@@ -57,8 +59,14 @@ void require_threads() {
   }
 }
 
+// MPI has no bfloat16: as whole numbers of its size, with a sum of our own, it is sent like any other type.
 MPI_Datatype type_of(Element element) {
-  return element == Element::kFloat32 ? MPI_FLOAT : MPI_DOUBLE;
+  return element == Element::kBFloat16 ? MPI_UINT16_T : element == Element::kFloat32 ? MPI_FLOAT : MPI_DOUBLE;
+}
+
+void add_bfloat16(void* from, void* to, int* count, MPI_Datatype*) {
+  auto* const sums = static_cast<BFloat16*>(to);
+  std::transform(sums, sums + *count, static_cast<const BFloat16*>(from), sums, std::plus<>());
 }
 
 class MpiTransport final : public QueuedTransport {
@@ -80,11 +88,12 @@ class MpiTransport final : public QueuedTransport {
   void run() override;
   void release() noexcept override;
   void launch(const Started& started);
-  int post(Flight& flight, void* numbers, int64_t element_count);
+  int post(Flight& flight, const void* source, void* numbers, int64_t element_count);
   bool has_ended(std::unique_ptr<Flight>& flight);
   void deliver(Flight& flight);
 
   MPI_Comm communicator_ = MPI_COMM_NULL;
+  MPI_Op bfloat16_sum_ = MPI_OP_NULL;
   std::vector<std::unique_ptr<Flight>> flights_;  // the thread's own
 };
 
@@ -94,6 +103,7 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<HostBuffer> buffer
   require(MPI_Comm_dup(communicator, &communicator_), "make a communicator for the transport");
   // By default an MPI error ends all processes, and the user would not see our message.
   MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
+  require(MPI_Op_create(&add_bfloat16, 1, &bfloat16_sum_), "make a sum of its own");
   MPI_Comm_rank(communicator_, &rank_);
   MPI_Comm_size(communicator_, &world_size_);
 }
@@ -108,6 +118,7 @@ void MpiTransport::release() noexcept {
   MPI_Finalized(&finalized);
   if (finalized == 0) {
     MPI_Comm_free(&communicator_);
+    MPI_Op_free(&bfloat16_sum_);
   }
 }
 
@@ -158,12 +169,14 @@ void MpiTransport::launch(const Started& started) {
     return;
   }
   void* numbers = static_cast<char*>(buffer.data) + operation.ranges[0].lo_bytes;
+  const void* source = source_of(buffer) + operation.ranges[0].lo_bytes;
   if (operation.range_count > 1) {
     flight->message.resize(static_cast<size_t>(message_bytes));
     numbers = flight->message.data();
+    source = numbers;
     pack(numbers, buffer, ranges_of(operation));
   }
-  const int code = post(*flight, numbers, element_count);
+  const int code = post(*flight, source, numbers, element_count);
   if (code != MPI_SUCCESS) {
     gate_.complete(operation.ticket, what_failed(operation, words_of(code)).c_str());
     return;
@@ -172,9 +185,11 @@ void MpiTransport::launch(const Started& started) {
 }
 
 // Starts the collective. Returns MPI's error code.
-int MpiTransport::post(Flight& flight, void* numbers, int64_t element_count) {
+int MpiTransport::post(Flight& flight, const void* source, void* numbers, int64_t element_count) {
   const Element element = buffers_[flight.operation.buffer].element;
   const MPI_Datatype type = type_of(element);
+  const MPI_Op sum = element == Element::kBFloat16 ? bfloat16_sum_ : MPI_SUM;
+  const bool is_in_place = source == numbers;
   for (int32_t rank = 0; rank < world_size_; ++rank) {
     const Part part = part_of(rank, world_size_, element_count);
     flight.counts.push_back(static_cast<int>(part.count()));
@@ -182,16 +197,19 @@ int MpiTransport::post(Flight& flight, void* numbers, int64_t element_count) {
   }
   switch (flight.operation.op) {
     case Op::kAllReduce:
-      return MPI_Iallreduce(MPI_IN_PLACE, numbers, static_cast<int>(element_count), type, MPI_SUM, communicator_,
-                            &flight.request);
+      return MPI_Iallreduce(is_in_place ? MPI_IN_PLACE : source, numbers, static_cast<int>(element_count), type, sum,
+                            communicator_, &flight.request);
     case Op::kReduceScatter:
       // Not in place: MPI would put the part at the beginning of the block instead of where it belongs.
       flight.part.resize(static_cast<size_t>(flight.counts[rank_] * element_bytes(element)) + 1);
-      return MPI_Ireduce_scatter(numbers, flight.part.data(), flight.counts.data(), type, MPI_SUM, communicator_,
+      return MPI_Ireduce_scatter(source, flight.part.data(), flight.counts.data(), type, sum, communicator_,
                                  &flight.request);
     case Op::kAllGather:
-      return MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, numbers, flight.counts.data(), flight.offsets.data(),
-                             type, communicator_, &flight.request);
+      return MPI_Iallgatherv(is_in_place
+                                 ? MPI_IN_PLACE
+                                 : static_cast<const char*>(source) + flight.offsets[rank_] * element_bytes(element),
+                             flight.counts[rank_], type, numbers, flight.counts.data(), flight.offsets.data(), type,
+                             communicator_, &flight.request);
   }
   return MPI_ERR_OP;
 }

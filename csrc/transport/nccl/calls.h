@@ -15,7 +15,7 @@
 namespace gradcast {
 
 inline ncclDataType_t type_of(Element element) {
-  return element == Element::kFloat32 ? ncclFloat32 : ncclFloat64;
+  return element == Element::kBFloat16 ? ncclBfloat16 : element == Element::kFloat32 ? ncclFloat32 : ncclFloat64;
 }
 
 // Throw Error{kCommunication}: "CUDA could not make a stream: ...".

@@ -2,6 +2,7 @@
 // event for its end.
 #include <nccl.h>
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -33,6 +34,7 @@ class NcclTransport final : public QueuedTransport {
   struct Flight {
     int64_t ticket;
     std::string what_failed;
+    Event began;  // none if nobody asks for times
     Event ended;
     int64_t begun_ns;
   };
@@ -40,9 +42,10 @@ class NcclTransport final : public QueuedTransport {
   void settle(const Operation& operation);
   void launch(const Operation& operation) noexcept;
   Event recorded_event();
-  void reduce_in_place(const Operation& operation);
+  void complete(const Flight& flight);
+  void reduce(const Operation& operation);
   void run_half(const Operation& operation);
-  void run_half(const Operation& operation, char* message, int64_t part_bytes);
+  void run_half(const Operation& operation, const char* source, char* message, int64_t part_bytes);
   char* message_memory(size_t size_bytes);
   void run() override;
   bool has_ended(const Flight& flight) noexcept;
@@ -51,6 +54,7 @@ class NcclTransport final : public QueuedTransport {
 
   const int32_t device_;
   const int64_t timeout_ns_;
+  const std::function<void(int64_t)> on_stream_time_;
   Stream stream_;
   // The thread's own from open() to close().
   std::optional<Communicator> communicator_;
@@ -61,7 +65,10 @@ class NcclTransport final : public QueuedTransport {
 
 NcclTransport::NcclTransport(const std::string& id, int32_t rank, int32_t world_size, std::vector<HostBuffer> buffers,
                              const NcclOptions& options)
-    : QueuedTransport(std::move(buffers), "NCCL"), device_(options.device), timeout_ns_(options.operation_timeout_ns) {
+    : QueuedTransport(std::move(buffers), "NCCL"),
+      device_(options.device),
+      timeout_ns_(options.operation_timeout_ns),
+      on_stream_time_(options.on_stream_time) {
   rank_ = rank;
   world_size_ = world_size;
   int device_count = 0;
@@ -104,12 +111,13 @@ void NcclTransport::launch(const Operation& operation) noexcept {
     if (const auto failed = communicator_->failure()) {
       throw Error(ErrorCode::kCommunication, what_failed(operation, *failed));
     }
-    operation.op == Op::kAllReduce ? reduce_in_place(operation) : run_half(operation);
+    Event began = on_stream_time_ ? recorded_event() : nullptr;
+    operation.op == Op::kAllReduce ? reduce(operation) : run_half(operation);
     settle(operation);
     const std::shared_ptr<const Flight> flight(
-        new Flight{operation.ticket, what_failed(operation, ""), recorded_event(), steady_now_ns()});
+        new Flight{operation.ticket, what_failed(operation, ""), std::move(began), recorded_event(), steady_now_ns()});
     flights_.add({[this, flight] { return has_ended(*flight); },
-                  [this, flight](const std::exception_ptr&) { gate_.complete(flight->ticket, nullptr); }});
+                  [this, flight](const std::exception_ptr&) { complete(*flight); }});
     gate_.queued(operation.ticket);
   } catch (const std::exception& error) {
     gate_.complete(operation.ticket, error.what());
@@ -119,21 +127,32 @@ void NcclTransport::launch(const Operation& operation) noexcept {
 // An event at the point where the stream is now.
 Event NcclTransport::recorded_event() {
   cudaEvent_t made = nullptr;
-  require(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
+  const unsigned int flags = on_stream_time_ ? cudaEventDefault : cudaEventDisableTiming;
+  require(cudaEventCreateWithFlags(&made, flags), "make an event");
   Event event(made);
   require(cudaEventRecord(event.get(), stream_.get()), "record an event");
   return event;
 }
 
+void NcclTransport::complete(const Flight& flight) {
+  float time_ms = 0;
+  if (flight.began != nullptr &&
+      cudaEventElapsedTime(&time_ms, flight.began.get(), flight.ended.get()) == cudaSuccess) {
+    on_stream_time_(std::llround(1e6 * static_cast<double>(time_ms)));
+  }
+  gate_.complete(flight.ticket, nullptr);
+}
+
 // Several ranges are reduced in one launch, each where it lies, so nothing is packed.
-void NcclTransport::reduce_in_place(const Operation& operation) {
+void NcclTransport::reduce(const Operation& operation) {
   const HostBuffer& buffer = buffers_[operation.buffer];
   require(ncclGroupStart(), "begin a block");
   ncclResult_t result = ncclSuccess;
   for (const Range& range : ranges_of(operation)) {
     auto* place = static_cast<char*>(buffer.data) + range.lo_bytes;
     const auto count = static_cast<size_t>(range.size_bytes() / element_bytes(buffer.element));
-    result = ncclAllReduce(place, place, count, type_of(buffer.element), ncclSum, communicator_->get(), stream_.get());
+    result = ncclAllReduce(source_of(buffer) + range.lo_bytes, place, count, type_of(buffer.element), ncclSum,
+                           communicator_->get(), stream_.get());
     if (result != ncclSuccess && result != ncclInProgress) {
       break;
     }
@@ -150,35 +169,37 @@ void NcclTransport::run_half(const Operation& operation) {
   const int64_t part_bytes = part_count * element_bytes(buffer.element);
   auto* const gradients = static_cast<char*>(buffer.data);
   if (operation.range_count == 1 && part_bytes * world_size_ == size_bytes(operation)) {
-    run_half(operation, gradients + operation.ranges[0].lo_bytes, part_bytes);
+    const int64_t lo_bytes = operation.ranges[0].lo_bytes;
+    run_half(operation, source_of(buffer) + lo_bytes, gradients + lo_bytes, part_bytes);
     return;
   }
   char* const message = message_memory(static_cast<size_t>(part_bytes * world_size_));
   const auto copy = [&](bool is_inward) {
     char* place = message;
     for (const Range& range : ranges_of(operation)) {
-      char* own = gradients + range.lo_bytes;
+      const char* from = is_inward ? source_of(buffer) + range.lo_bytes : place;
       const auto size = static_cast<size_t>(range.size_bytes());
-      require(cudaMemcpyAsync(is_inward ? place : own, is_inward ? own : place, size, cudaMemcpyDeviceToDevice,
+      require(cudaMemcpyAsync(is_inward ? place : gradients + range.lo_bytes, from, size, cudaMemcpyDeviceToDevice,
                               stream_.get()),
               "copy a block");
       place += size;
     }
   };
   copy(true);
-  run_half(operation, message, part_bytes);
+  run_half(operation, message, message, part_bytes);
   settle(operation);
   copy(false);
 }
 
-void NcclTransport::run_half(const Operation& operation, char* message, int64_t part_bytes) {
+void NcclTransport::run_half(const Operation& operation, const char* source, char* message, int64_t part_bytes) {
   const Element element = buffers_[operation.buffer].element;
   const auto count = static_cast<size_t>(part_bytes / element_bytes(element));
-  char* const own = message + part_bytes * rank_;
+  const int64_t own_bytes = part_bytes * rank_;
   const ncclResult_t result =
       operation.op == Op::kReduceScatter
-          ? ncclReduceScatter(message, own, count, type_of(element), ncclSum, communicator_->get(), stream_.get())
-          : ncclAllGather(own, message, count, type_of(element), communicator_->get(), stream_.get());
+          ? ncclReduceScatter(source, message + own_bytes, count, type_of(element), ncclSum, communicator_->get(),
+                              stream_.get())
+          : ncclAllGather(source + own_bytes, message, count, type_of(element), communicator_->get(), stream_.get());
   require(result, "start half of an all-reduce", communicator_->get());
 }
 

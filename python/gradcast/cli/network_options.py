@@ -44,7 +44,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network (without these options: the profile's own link)")
     names = "published networks, separated by commas; `gradcast dev published-networks` lists them"
     option(group, "--network", "NAMES", names, list_of(str), action="extend")
-    link = "file with a link model, for instance from `gradcast dev link fit`"
+    link = "file with a link model, for instance from `gradcast dev link fit`, or results of `gradcast network --bench`"
     option(group, "--link", "JSON", link, not_empty)
     option(
         group,

@@ -35,7 +35,7 @@ def draw_bench(path: str, results: dict[str, Any]) -> None:
 def _draw_sweep(axes: Any, results: dict[str, Any]) -> None:
     link = _core.LinkModel.from_json(json.dumps(results["link"])) if results.get("link") else None
     for op, colour in _COLOURS.items():
-        rows = [row for row in results["sweep"] if row["op"] == op]
+        rows = [row for row in results["sweep"] if row["op"] == op and row.get("in_place", True)]
         if not rows:
             continue
         sizes = [row["size_bytes"] for row in rows]

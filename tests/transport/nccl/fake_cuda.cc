@@ -50,6 +50,7 @@ struct CUstream_st {
 
 // Where its stream was when it was recorded last.
 struct CUevent_st {
+  bool has_time = false;
   std::mutex mutex;
   std::shared_ptr<fake::Place> place;
 
@@ -151,8 +152,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   end.wait();
   return cudaSuccess;
 }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   *event = new CUevent_st;
+  (*event)->has_time = (flags & cudaEventDisableTiming) == 0;
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -171,6 +173,12 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto place = event->now();
   return place == nullptr || place->is_reached() ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventElapsedTime(float* time_ms, cudaEvent_t begin, cudaEvent_t end) {
+  if (!begin->has_time || !end->has_time) return cudaErrorInvalidResourceHandle;
+  if (cudaEventQuery(begin) != cudaSuccess || cudaEventQuery(end) != cudaSuccess) return cudaErrorNotReady;
+  *time_ms = std::chrono::duration<float, std::milli>(end->now()->time() - begin->now()->time()).count();
+  return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** memory, size_t size) {
   if (refusals > 0) {

@@ -8,6 +8,7 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -21,6 +22,7 @@ class Place {
   void reach() {
     const std::lock_guard lock(mutex_);
     reached_ = true;
+    time_ = std::chrono::steady_clock::now();
     changed_.notify_all();  // under the lock: who has waited may destroy this
   }
   bool is_reached() {
@@ -31,11 +33,17 @@ class Place {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return reached_; });
   }
+  // REQUIRES: it is reached.
+  std::chrono::steady_clock::time_point time() {
+    const std::lock_guard lock(mutex_);
+    return time_;
+  }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;
+  std::chrono::steady_clock::time_point time_;
 };
 
 // A kernel. Runs on the stream's thread after all that was put there before.

@@ -1,16 +1,19 @@
 // Operations of a communicator, in the order in which each rank calls them, run when all its ranks' streams have come
 // to them. A rank that is aborted leaves: its own operations end, those of the others wait on, as NCCL's do inside of a
 // host.
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "tests/transport/nccl/fake_device.h"
+#include "transport/common/numbers.h"
 
 namespace {
 
@@ -18,9 +21,10 @@ enum class Kind { kSum, kScatter, kGather };
 
 struct Call {
   Kind kind;
-  const float* from;
-  float* to;
+  const void* from;
+  void* to;
   size_t count;  // as NCCL counts: of all, or of a part
+  gradcast::Element element;
 };
 
 // What all ranks of one communicator have in common.
@@ -48,27 +52,32 @@ thread_local ncclComm_t grouped_on = nullptr;
 thread_local cudaStream_t grouped_stream = nullptr;
 thread_local std::string last_error;
 
-void run_calls(Room::Meeting& meeting, int size) {
-  for (size_t at = 0; at < meeting.calls.begin()->second.size(); ++at) {
-    const Call& first = meeting.calls.begin()->second[at];
-    const size_t total = first.kind == Kind::kSum ? first.count : first.count * static_cast<size_t>(size);
-    std::vector<float> result(total, 0.0F);
-    for (const auto& [rank, calls] : meeting.calls) {
-      const Call& call = calls[at];
-      if (call.kind == Kind::kGather) {
-        std::memcpy(result.data() + static_cast<size_t>(rank) * call.count, call.from, call.count * sizeof(float));
-      } else {
-        for (size_t i = 0; i < total; ++i)
-          result[i] += call.from[i];
-      }
-    }
-    for (const auto& [rank, calls] : meeting.calls) {
-      const Call& call = calls[at];
-      const size_t first_element = call.kind == Kind::kScatter ? static_cast<size_t>(rank) * call.count : 0;
-      const size_t count = call.kind == Kind::kScatter ? call.count : total;
-      std::memcpy(call.to, result.data() + first_element, count * sizeof(float));
+template <typename Number>
+void run_call(Room::Meeting& meeting, int size, size_t at) {
+  const Call& first = meeting.calls.begin()->second[at];
+  const size_t total = first.kind == Kind::kSum ? first.count : first.count * static_cast<size_t>(size);
+  std::vector<Number> result(total);
+  for (const auto& [rank, calls] : meeting.calls) {
+    const Call& call = calls[at];
+    if (call.kind == Kind::kGather) {
+      std::memcpy(result.data() + static_cast<size_t>(rank) * call.count, call.from, call.count * sizeof(Number));
+    } else {
+      std::transform(result.begin(), result.end(), static_cast<const Number*>(call.from), result.begin(),
+                     std::plus<>());
     }
   }
+  for (const auto& [rank, calls] : meeting.calls) {
+    const Call& call = calls[at];
+    const size_t first_element = call.kind == Kind::kScatter ? static_cast<size_t>(rank) * call.count : 0;
+    const size_t count = call.kind == Kind::kScatter ? call.count : total;
+    std::memcpy(call.to, result.data() + first_element, count * sizeof(Number));
+  }
+}
+
+void run_calls(Room::Meeting& meeting, int size) {
+  const std::vector<Call>& calls = meeting.calls.begin()->second;
+  for (size_t at = 0; at < calls.size(); ++at)
+    gradcast::with_number(calls[at].element, [&]<typename Number>(Number) { run_call<Number>(meeting, size, at); });
 }
 
 }  // namespace
@@ -106,8 +115,11 @@ void put_calls(ncclComm_t communicator, std::vector<Call> calls, cudaStream_t st
   });
 }
 
-ncclResult_t add_call(Call call, ncclDataType_t type, ncclComm_t communicator, cudaStream_t stream) {
-  if (type != ncclFloat32) return ncclInvalidArgument;
+ncclResult_t add_call(Kind kind, const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t communicator,
+                      cudaStream_t stream) {
+  if (type != ncclFloat32 && type != ncclBfloat16) return ncclInvalidArgument;
+  const Call call{kind, from, to, count,
+                  type == ncclFloat32 ? gradcast::Element::kFloat32 : gradcast::Element::kBFloat16};
   if (is_grouping) {
     grouped.push_back(call);
     grouped_on = communicator;
@@ -253,18 +265,15 @@ ncclResult_t ncclGroupEnd() {
 }
 ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t,
                            ncclComm_t communicator, cudaStream_t stream) {
-  return add_call({Kind::kSum, static_cast<const float*>(from), static_cast<float*>(to), count}, type, communicator,
-                  stream);
+  return add_call(Kind::kSum, from, to, count, type, communicator, stream);
 }
 ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t,
                                ncclComm_t communicator, cudaStream_t stream) {
-  return add_call({Kind::kScatter, static_cast<const float*>(from), static_cast<float*>(to), count}, type, communicator,
-                  stream);
+  return add_call(Kind::kScatter, from, to, count, type, communicator, stream);
 }
 ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t communicator,
                            cudaStream_t stream) {
-  return add_call({Kind::kGather, static_cast<const float*>(from), static_cast<float*>(to), count}, type, communicator,
-                  stream);
+  return add_call(Kind::kGather, from, to, count, type, communicator, stream);
 }
 
 }  // extern "C"

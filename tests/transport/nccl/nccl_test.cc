@@ -260,7 +260,7 @@ void on_rank_0_alone(const Action& action, NcclOptions options = {}) {
       options);
 }
 
-constexpr NcclOptions kImpatient{.operation_timeout_ns = 200'000'000};
+const NcclOptions kImpatient{.operation_timeout_ns = 200'000'000};
 
 TEST_F(NcclFake, ARankThatNeverComesIsGivenUpAfterTheTimeout) {
   on_rank_0_alone(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gradcast import _core
 from gradcast.errors import refused
-from gradcast.host_traffic import Hosts
+from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form
 from gradcast.training.compat import extension
 from gradcast.training.options import Nccl
 from gradcast.training.ranks import dropped, group_pool
@@ -204,6 +204,12 @@ def make_group(
         store = StoreGather(group.from_first(secrets.token_hex(8)), rank, world_size, group.timeout_s)
     group.store = store
     return group
+
+
+def transport_of(group: Group, flats: Sequence[torch.Tensor], wire: str) -> Any:
+    """A transport of blocks of these buffers between the ranks."""
+    form = exchange_form(group.hosts, wire, on_device=any(flat.device.type != "cpu" for flat in flats))
+    return extension.load().Transport(group.own, flats, wire, group.hosts.host_of if form == TWO_LEVEL else ())
 
 
 def callers_of(process_group: Any, device: torch.device | None = None) -> Group:

@@ -16,10 +16,9 @@ import torch
 
 from gradcast import _core
 from gradcast.errors import Error
-from gradcast.host_traffic import TWO_LEVEL, WIRE_SHARES, exchange_form
-from gradcast.training.compat import extension
+from gradcast.host_traffic import WIRE_SHARES, exchange_form
 from gradcast.training.options import Options
-from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.group import Group, transport_of
 from gradcast.training.ranks.stall_watchdog import StallWatchdog
 from gradcast.training.step.gradient_buffers import GradientBuffers
 
@@ -45,8 +44,7 @@ class GradientExchange:
         self.buffers, self._table = buffers, table
         self.on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
         self.form = exchange_form(group.hosts, options.wire, on_device=self.on_device)
-        host_of = group.hosts.host_of if self.form == TWO_LEVEL else ()
-        self._transport = extension.load().Transport(group.own, buffers.flats, options.wire, host_of)
+        self._transport = transport_of(group, buffers.flats, options.wire)
         self._set_groups()
         self._engine = _core.Engine(self._transport, timeline_iterations=options.watch.timeline_steps)
         self.watch = StallWatchdog(group, options, self._engine)
