@@ -59,13 +59,13 @@ test-all: all
 	  $(if $(TORCH),,ctest-tsan ctest-asan pytest-peers) pytest-slow pytest-measuring)
 
 # What benchmarks/gpu_check.py needs on a machine with a GPU, compiled here into build-gpu/kit, which is carried there:
-# make gpu-kit GPU_ARCH=80 GPU_PYTHONS='python3.11 python3.12'.
+# make gpu-kit GPU_ARCH=80 GPU_PYTHON='python3.11 python3.12'.
 GPU_ARCH ?= 90
-GPU_PYTHONS ?= python
+GPU_PYTHON ?= python
 .PHONY: gpu-kit
 gpu-kit: $(VENV)/tools.stamp
 	@tools/need.sh tests
-	python -m benchmarks.gpu_kit --arch $(GPU_ARCH) --python $(GPU_PYTHONS)
+	python -m benchmarks.gpu_kit --arch $(GPU_ARCH) --python $(GPU_PYTHON)
 
 .PHONY: test-cpp
 test-cpp: all

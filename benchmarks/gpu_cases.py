@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 
 import gradcast
@@ -273,7 +272,7 @@ def state_of(case: str, args: argparse.Namespace) -> str:
     reason = reason_to_leave_out(case, args.backend, args.device)
     if reason is not None:
         return f"left out: {reason}"
-    print(f"== {case}", flush=True)
+    print(f"== {case}, over {args.backend}, tensors on {args.device}", flush=True)
     ended = run_case(case, args)
     if ranks.falls_back(ended, args):
         return state_of(case, args)
@@ -295,11 +294,14 @@ def main() -> int:
     if unknown := set(args.cases) - set(CASES):
         print(f"there is no case {sorted(unknown)}; there are: {', '.join(CASES)}", file=sys.stderr)
         return 1
-    states = {case: state_of(case, args) for case in args.cases or CASES}
-    print(tabulate(states.items(), [f"over {args.backend}, tensors on {args.device}", ""]))
-    if any(state.startswith("FAILED") for state in states.values()):
+    states = set()
+    for case in args.cases or CASES:
+        state = state_of(case, args)
+        print(f"case {case}: {state}", flush=True)
+        states.add(state.split()[0])
+    if "FAILED," in states:
         return 1
-    return 0 if "passed" in states.values() else _LEFT_OUT
+    return 0 if "passed" in states else _LEFT_OUT
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ DEADLINE_S = 560.0  # a command on a machine that is lent may take ten minutes
 _LIMIT_FACTOR = 2  # a check may take at most so many times its budget
 _ABORT_S = 5.0  # for Python to print where its threads are
 _INCOMPLETE = 3  # exit status, of a check as well
-_SHOWN = re.compile(r"(goal|measured): |\| |NCCL refuses|after \d+ s the ranks")
+_SHOWN = re.compile(r"(goal|measured): |case |\| |NCCL refuses|after \d+ s the ranks")
 _SHOWN_LINES = 15  # of one that has failed
 _SKIPPED = re.compile(r"\[  SKIPPED \]|\b[1-9]\d* skipped")
-_LEFT_OUT = re.compile(r"^(?:(.*\S) +)?left out[,:] (.*)", re.MULTILINE)
+_LEFT_OUT = re.compile(r"^(?:case (.*): )?left out[,:] (.*)", re.MULTILINE)
 
 
 class Check(NamedTuple):

@@ -199,7 +199,7 @@ def site_of(kit: Path) -> Path:
     check_sources(kit)
     wanted = module_names()
     here = f"this is Python {sys.version_info.major}.{sys.version_info.minor} with torch {_torch_version()}"
-    remedy = f"build them with `make gpu-kit GPU_PYTHONS=python3.{sys.version_info.minor}`, or here with --build"
+    remedy = f"build them with `make gpu-kit GPU_PYTHON=python3.{sys.version_info.minor}`, or here with --build"
     if missing := [name for name in wanted if not (kit / "modules" / name).exists()]:
         raise KitError(f"the kit in {kit} has no {' and no '.join(missing)}, and {here}; {remedy}")
     site = kit / "site"

@@ -61,7 +61,7 @@ def test_each_check_has_a_line_and_what_was_not_reached_is_named(tmp_path, capsy
     skips = "{python} -c 'print(\"3 passed, 1 skipped\")'"
     tells = "{python} -c 'print(\"measured: 5 MiB\\nother\\ngoal: 1, measured 0.9\\nNCCL refuses two ranks\")'"
     omits = "{python} -c 'print(\"left out, because 6 minutes were over: GPT-2\"); raise SystemExit(3)'"
-    some = "{python} -c 'print(\"registered memory  left out: that is for NCCL\")'"
+    some = "{python} -c 'print(\"case registered memory: left out: that is for NCCL\")'"
     checks = (("good", PASSES), ("bad", FAILS), ("skips", skips), ("tells", tells), ("omits", omits), ("some", some))
     checks = [Check(name, 5, command) for name, command in checks]
     checks += [Check("absent", 5, "no-such-program"), Check("long", 1000, PASSES), Check("last", 1, PASSES)]
@@ -189,7 +189,7 @@ def test_a_kit_that_does_not_fit_is_refused_in_one_sentence(tmp_path):
     said = refusal(kit)
     assert f"has no _core.cpython-3{minor}" in said
     assert f"this is Python 3.{minor} with torch " in said
-    assert said.endswith(f"`make gpu-kit GPU_PYTHONS=python3.{minor}`, or here with --build")
+    assert said.endswith(f"`make gpu-kit GPU_PYTHON=python3.{minor}`, or here with --build")
     for name in gpu_kit.module_names():
         (kit / "modules" / name).write_bytes(b"no module")
     assert "the kit's modules do not load" in refusal(kit)
