@@ -74,6 +74,7 @@ def build(kit: Path, arch: str, pythons: Iterable[str]) -> None:
     _build_programs(kit, arch)
     for python in pythons:
         build_modules(kit, python)
+    shutil.rmtree(kit / "site", ignore_errors=True)  # made anew where the kit is used
     size = sum(each.stat().st_size for each in kit.rglob("*") if each.is_file())
     print(f"{kit}: {size / (1 << 20):.1f} MiB")
     if size > SIZE_MAX:
