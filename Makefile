@@ -31,6 +31,7 @@ help:
 	@echo 'make docs       build the documentation into build/site; broken links fail'
 	@echo 'make wheels     wheels of the package into dist/, one for each Python that is here'
 	@echo 'make benchmark  time the planner, the engine and int8'
+	@echo 'make gpu-kit    build what benchmarks/gpu_check.py runs on a machine with a GPU'
 	@echo 'make core       build and install what training needs;  make all  also tests and benchmarks'
 	@echo 'make lint       check style only;  make format  fix it'
 	@echo 'make clean      remove everything that make made'
@@ -57,14 +58,14 @@ test-all: all
 	$(call CHECK,$(if $(TORCH),$(SLOW),docs test-tsan test-asan $(SLOW) test-peers),\
 	  $(if $(TORCH),,ctest-tsan ctest-asan pytest-peers) pytest-slow pytest-measuring)
 
-# For a machine with a GPU that can install nothing: what benchmarks/gpu_check.sh compiles with, in a folder to carry there.
-.PHONY: gpu-needs
-gpu-needs: $(VENV)/tools.stamp
+# What benchmarks/gpu_check.py needs on a machine with a GPU, compiled here into build-gpu/kit, which is carried there:
+# make gpu-kit GPU_ARCH=80 GPU_PYTHON='python3.11 python3.12'.
+GPU_ARCH ?= 90
+GPU_PYTHON ?= python
+.PHONY: gpu-kit
+gpu-kit: $(VENV)/tools.stamp
 	@tools/need.sh tests
-	rm -rf build-gpu/needs && mkdir -p build-gpu/needs/include
-	cp -rL --parents /usr/include/gtest /usr/include/gmock /usr/lib/*/cmake/GTest /usr/lib/*/libgtest*.a /usr/lib/*/libgmock*.a \
-	  build-gpu/needs
-	cp -r $$(python -c 'import nlohmann_json; print(nlohmann_json.get_include())')/nlohmann build-gpu/needs/include
+	python -m benchmarks.gpu_kit --arch $(GPU_ARCH) --python $(GPU_PYTHON)
 
 .PHONY: test-cpp
 test-cpp: all

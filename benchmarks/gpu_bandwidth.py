@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from tabulate import tabulate
 
-from benchmarks.gpu_training import device_of
+from benchmarks.gpu_ranks import device_of
 from gradcast.training.measure.clocks import clock_of
 
 _RATE_MIN = 0.4

@@ -2,52 +2,54 @@
 
     python -m benchmarks.gpu_cases [--backend gloo] [CASE ...]
 
-Each case starts two processes that pass for two hosts, because NCCL wants a GPU per rank on a host. Where NCCL refuses
-them nevertheless, this says so, and the cases run over Gloo with tensors on the GPU. Numbers have to be DDP's, bit for
-bit; over a narrow wire they have to be near, and the same on both ranks. Where rank 1 loses its connections, is late,
-or is killed, rank 0 has to get gradcast's error that names rank 1. Times say nothing.
+Each case starts two processes (see gpu_ranks.py). Numbers have to be DDP's, bit for bit; over a narrow wire they have
+to be near, and the same on both ranks. Where rank 1 loses its connections, is late, or is killed, rank 0 has to get
+gradcast's error that names rank 1. Times say nothing.
 
-``--device cpu --backend gloo`` shows that all but the device works.
+``--device cpu`` shows that all but the device works.
 """
 
 import argparse
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 
 import gradcast
-from benchmarks.gpu_training import Training, as_a_host_of_its_own, device_of
+from benchmarks import gpu_ranks as ranks
+from benchmarks import gpu_resources
+from benchmarks.gpu_training import Training
 from gradcast import _core
 from gradcast.comparison.compare import has_other_ops
 from gradcast.training.plan.agreement import plan_text
 
-_STEPS, _WIDTH, _LAYERS = 16, 64, 4
+_STEPS, _WIDTH, _LAYERS = 20, 64, 4
 _TIMEOUT_S = 5.0  # of an operation, where one fails
-_CASE_TIMEOUT_S = 120.0
+_PAUSE_S = 0.004  # at most
+_LEFT_OUT = 3  # exit status where no case has run
 _ENDS_AT = _STEPS // 2  # where something happens to rank 1
 _GONE = ("a late rank", "a killed rank")  # of rank 1 nothing is expected
 _ENDS = ("lost connections", *_GONE)
 
 
 class Rank:
-    def __init__(self, device: torch.device, backend: str, folder: str) -> None:
-        self.device, self.backend, self.folder, self.index = device, backend, folder, dist.get_rank()
+    """``steps``: of the long cases, None for their own number."""
+
+    def __init__(self, device: torch.device, folder: str, steps: int | None = None) -> None:
+        self.device, self.folder, self.index, self.steps = device, folder, dist.get_rank(), steps
         self.begun_steps = 0
         generator = torch.Generator().manual_seed(self.index)
         self.batches = [torch.randn(32, _WIDTH, generator=generator).to(device) for _ in range(_STEPS)]
@@ -60,8 +62,8 @@ class Rank:
         before_step: Callable[[int, Training], None] = lambda *_: None,
         **options: Any,
     ) -> list[torch.Tensor]:
-        """The parameters of "ddp", "hook" or "overlap" after all batches, and the sums of the losses if ``metrics``: a
-        collective of the program's own after each step. ``options``: as for ``Training``."""
+        """The parameters and buffers of "ddp", "hook" or "overlap" after all batches, and the sums of the losses if
+        ``metrics``: a collective of the program's own after each step. ``options``: as for ``Training``."""
         training = Training(mode, self.device, _WIDTH, layers=_LAYERS, **options)
         handle, found = training.handle, []
         for number, batch in enumerate(self.batches):
@@ -81,11 +83,52 @@ class Rank:
 Problems = Iterator[str]
 
 
-def _as_ddp(rank: Rank, modes: tuple[str, ...] = ("hook", "overlap"), **settings: Any) -> Problems:
+def _as_ddp(
+    rank: Rank, modes: tuple[str, ...] = ("hook", "overlap"), *, around_ddp: bool = False, **settings: Any
+) -> Problems:
     theirs = rank.train("ddp", **settings)
     for mode in modes:
-        if not all(map(torch.equal, rank.train(mode, **settings), theirs)):
+        if not all(map(torch.equal, rank.train(mode, **settings, around_ddp=around_ddp), theirs)):
             yield f"the numbers differ from DDP's in {mode} mode"
+
+
+def _pause(device: torch.device) -> None:
+    """For a time of each rank's own, on the host and on the device."""
+    time.sleep(random.uniform(0, _PAUSE_S))
+    if device.type == "cuda":
+        torch.cuda._sleep(int(random.uniform(0, _PAUSE_S * 1e9)))
+
+
+class _LateNorm(nn.BatchNorm1d):
+    """Late in forward and in backward, on each rank by other times."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        _pause(inputs.device)
+        outputs = super().forward(inputs)
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: _pause(gradient.device))
+        return outputs
+
+
+def _between_steps(_number: int, training: Training) -> None:
+    _pause(next(training.module.parameters()).device)
+
+
+def _in_launch_order(rank: Rank) -> Problems:
+    """What could hang is refused; the rest trains as DDP does."""
+    yield from _as_ddp(rank, ("hook",), metrics=True)
+    for mode, norm in (("overlap", nn.LayerNorm), ("hook", nn.SyncBatchNorm)):
+        try:
+            rank.train(mode, norm=norm)
+        except gradcast.Error as error:
+            if "NCCL begins operations in the order" not in str(error):
+                yield f"the error says something else: {error}"
+        else:
+            yield f"{mode} mode with {norm.__name__} was not refused"
+
+
+def _next_iteration(_number: int, _training: Training) -> None:
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 def _pinned(rank: Rank) -> Problems:
@@ -153,44 +196,62 @@ def _lose_connections() -> None:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-CASES: dict[str, Callable[[Rank], Problems]] = {
-    "batch norm": partial(_as_ddp, norm=nn.BatchNorm1d),
-    "metrics": partial(_as_ddp, metrics=True),
-    "SyncBatchNorm and metrics": partial(_as_ddp, norm=nn.SyncBatchNorm, metrics=True),
-    "a pinned plan with reduce-scatter and all-gather": _pinned,
-    "at most 2 thread blocks": partial(_as_ddp, nccl=gradcast.Nccl(max_ctas=2)),
-    "registered memory": partial(_as_ddp, nccl=gradcast.Nccl(register_buffers=True)),
-    "wire bf16": partial(_narrow, wire="bf16"),
-    "wire fp16": partial(_narrow, wire="fp16"),
-    "lost connections": partial(_fails, happens=_lose_connections),
-    "a late rank": partial(_fails, happens=lambda: time.sleep(4 * _TIMEOUT_S)),
-    "a killed rank": partial(_fails, happens=lambda: os.kill(os.getpid(), signal.SIGKILL)),
+class Case(NamedTuple):
+    run: Callable[[Rank], Problems]
+    needs: str = ""  # "nccl", a "gpu", or a narrow "wire"
+    environment: Mapping[str, str] = {}
+
+
+def _connections(count: int) -> Case:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(count), "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    return Case(partial(_as_ddp, norm=nn.SyncBatchNorm, metrics=True), "gpu", environment)
+
+
+def _with_nccl(**settings: Any) -> Case:
+    return Case(partial(_as_ddp, nccl=gradcast.Nccl(**settings)), "nccl")
+
+
+CASES: dict[str, Case] = {
+    "batch norm": Case(partial(_as_ddp, norm=nn.BatchNorm1d)),
+    "DDP with batch norm on late ranks": Case(
+        partial(_as_ddp, norm=_LateNorm, around_ddp=True, metrics=True, before_step=_between_steps)
+    ),
+    "metrics": Case(partial(_as_ddp, metrics=True)),
+    "SyncBatchNorm and metrics": Case(partial(_as_ddp, norm=nn.SyncBatchNorm, metrics=True), "gpu"),
+    **{f"SyncBatchNorm and metrics, {count} connections": _connections(count) for count in (2, 8, 32)},
+    "the launch order of NCCL": Case(_in_launch_order, "nccl", {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}),
+    "a pinned plan with reduce-scatter and all-gather": Case(_pinned),
+    "at most 2 thread blocks": _with_nccl(max_ctas=2),
+    "fewer thread blocks": _with_nccl(cta_policy="efficiency"),
+    "registered memory": _with_nccl(register_buffers=True),
+    "wire bf16": Case(partial(_narrow, wire="bf16"), "wire"),
+    "wire fp16": Case(partial(_narrow, wire="fp16"), "wire"),
+    "blocks compiled with reduce-overhead": Case(
+        partial(_as_ddp, compile_mode="reduce-overhead", before_step=_next_iteration)
+    ),
+    "memory": Case(gpu_resources.memory),
+    "tiny steps": Case(gpu_resources.tiny_steps),
+    "lost connections": Case(partial(_fails, happens=_lose_connections)),
+    "a late rank": Case(partial(_fails, happens=lambda: time.sleep(4 * _TIMEOUT_S))),
+    "a killed rank": Case(partial(_fails, happens=lambda: os.kill(os.getpid(), signal.SIGKILL))),
 }
-_PROBE = "probe"
 
 
 def reason_to_leave_out(case: str, backend: str, device: str) -> str | None:
-    if case == "SyncBatchNorm and metrics" and device == "cpu":
+    needs = CASES[case].needs
+    if needs == "gpu" and device == "cpu":
         return "SyncBatchNorm takes tensors on a GPU only"
-    if case in ("at most 2 thread blocks", "registered memory") and backend != "nccl":
+    if needs == "nccl" and backend != "nccl":
         return "that is for NCCL"
-    if case.startswith("wire") and backend == "gloo" and device != "cpu":
+    if needs == "wire" and backend == "gloo" and device != "cpu":
         return "over Gloo, tensors on a GPU have no narrow wire"
     return None
 
 
 def be_rank(case: str, args: argparse.Namespace) -> int:
-    torch.use_deterministic_algorithms(True)
-    device = device_of(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(args.backend, timeout=timedelta(seconds=_CASE_TIMEOUT_S))
-    try:
-        dist.all_reduce(torch.ones(1, device=device))
-    except dist.DistBackendError as error:
-        print(error, file=sys.stderr)
-        return 1
-    problems = [] if case == _PROBE else list(CASES[case](Rank(device, args.backend, args.folder)))
+    device = ranks.begin(args, timeout_s=args.limit)
+    random.seed(dist.get_rank())
+    problems = list(CASES[case].run(Rank(device, args.folder, args.steps)))
     for problem in problems:
         print(f"rank {dist.get_rank()}: {problem}", file=sys.stderr)
     if case not in _ENDS:
@@ -200,66 +261,47 @@ def be_rank(case: str, args: argparse.Namespace) -> int:
     os._exit(1 if problems else 0)  # what has failed is not waited for
 
 
-def run_case(case: str, args: argparse.Namespace) -> tuple[list[int | None], str]:
-    """The exit codes of both ranks, None for one that had to be stopped, and what they have said."""
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own.getsockname()[1]), "WORLD_SIZE": "2"}
-    codes: list[int | None] = []
-    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log"), "w+", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "benchmarks.gpu_cases", case, "--folder", folder]
-        command += ["--backend", args.backend, "--device", args.device]
-        processes = []
-        for rank in range(2):
-            own_place = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            environment = os.environ | place | own_place | as_a_host_of_its_own(rank)
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        end_s = time.monotonic() + _CASE_TIMEOUT_S
-        for process in processes:
-            try:
-                codes.append(process.wait(max(0.0, end_s - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                codes.append(None)
-        log.seek(0)
-        return codes, log.read()
+def run_case(case: str, args: argparse.Namespace) -> ranks.Ended:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [case, "--folder", folder, "--limit", str(args.limit)]
+        arguments += ["--steps", str(args.steps)] if args.steps else []
+        return ranks.start("benchmarks.gpu_cases", arguments, args, args.limit, CASES[case].environment)
+
+
+def state_of(case: str, args: argparse.Namespace) -> str:
+    reason = reason_to_leave_out(case, args.backend, args.device)
+    if reason is not None:
+        return f"left out: {reason}"
+    print(f"== {case}, over {args.backend}, tensors on {args.device}", flush=True)
+    ended = run_case(case, args)
+    if ranks.falls_back(ended, args):
+        return state_of(case, args)
+    is_right = ended.codes[0] == 0 if case in _GONE else ended.codes == [0] * ranks.COUNT
+    return "passed" if is_right else f"FAILED, exit codes {ended.codes}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)} (default: all)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
+    ranks.add_options(parser)
+    parser.add_argument("--limit", type=float, default=120, help="seconds until a case is ended (default: 120)")
+    parser.add_argument("--steps", type=int, help="of the cases with many (default: 500 and 2,000)")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # for a rank
-    args = parser.parse_args()
+    args = ranks.parsed(parser)
     if args.folder is not None:
         return be_rank(args.cases[0], args)
-    device_of(args.device)
+    ranks.device_of(args.device)
     if unknown := set(args.cases) - set(CASES):
         print(f"there is no case {sorted(unknown)}; there are: {', '.join(CASES)}", file=sys.stderr)
         return 1
-    if args.backend == "nccl":
-        codes, said = run_case(_PROBE, args)
-        if codes != [0, 0]:
-            if not re.search("Duplicate GPU|using the same GPU", said):
-                print(f"two ranks over NCCL: exit codes {codes}\n{said}")
-                return 1
-            print(f"NCCL refuses two ranks on one GPU, so this runs over Gloo with tensors there:\n{said}")
-            args.backend = "gloo"
-    rows, failed = [], False
+    states = set()
     for case in args.cases or CASES:
-        reason = reason_to_leave_out(case, args.backend, args.device)
-        if reason is not None:
-            rows.append([case, f"left out: {reason}"])
-            continue
-        codes, said = run_case(case, args)
-        is_right = codes[0] == 0 if case in _GONE else codes == [0, 0]
-        failed = failed or not is_right
-        rows.append([case, "passed" if is_right else "FAILED"])
-        print(f"== {case}: exit codes {codes}\n{said}", flush=True)
-    print(tabulate(rows, [f"over {args.backend}, tensors on {args.device}", ""]))
-    return 1 if failed else 0
+        state = state_of(case, args)
+        print(f"case {case}: {state}", flush=True)
+        states.add(state.split()[0])
+    if "FAILED," in states:
+        return 1
+    return 0 if "passed" in states else _LEFT_OUT
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Two ranks that train on one GPU: DDP's numbers, the host's time per step, and traffic beside compute.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/gpu_training.py [--trace trace.json] [--backend nccl]
+    python -m benchmarks.gpu_training [--trace trace.json] [--backend gloo]
 
-Over NCCL each rank passes for a host of its own, because NCCL wants a GPU per rank on a host. That shows right numbers
-and order; times over it say nothing.
+Over NCCL (see gpu_ranks.py) it shows right numbers and order; times say nothing then.
 
 Fails where gradcast's parameters differ from DDP's in a bit, or, with --trace, where no copy of gradients runs while
 the device computes. ``--device cpu`` shows that the rest works.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcast
+from benchmarks import gpu_ranks as ranks
 from gradcast.intervals import busy_periods_ns
 
 _LAYERS = 12
@@ -35,19 +36,8 @@ WARMUP = 16
 MODES = ("ddp", "hook", "overlap")
 
 
-def as_a_host_of_its_own(rank: int) -> dict[str, str]:
-    """Environment in which NCCL lets two ranks use one GPU: it compares hosts before devices. 2.30 has a variable that
-    allows it, too."""
-    return {
-        "NCCL_HOSTID": f"gradcast-rank-{rank}",
-        "NCCL_NET": "Socket",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    }
-
-
 class Training:
-    """Layers of this width, in mode "ddp", "hook" or "overlap". ``options``: of gradcast."""
+    """Layers of this width, in mode "ddp", "hook" or "overlap", or "alone" until ``attach``. ``options``: as there."""
 
     def __init__(
         self,
@@ -57,42 +47,53 @@ class Training:
         *,
         layers: int = _LAYERS,
         norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        compile_mode: str | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         made = [each for _ in range(layers) for each in (nn.Linear(width, width), norm(width), nn.ReLU())]
         self.module = nn.Sequential(*made).to(device)
+        if compile_mode is not None:
+            for each in self.module[::3]:
+                each.compile(mode=compile_mode)
         self.sgd = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
         self.model: Any = self.module
         self.handle: Any = None
         if mode == "ddp":
             self.model = DistributedDataParallel(self.module)
-        else:
-            chosen = gradcast.Options(**{"plan": gradcast.Planning(adapt=False, warmup_steps=3)} | options)
-            self.handle = gradcast.attach(self.module, self.sgd if mode == "overlap" else None, options=chosen)
+        elif mode != "alone":
+            self.attach(mode, **options)
 
-    def step(self, inputs: torch.Tensor) -> torch.Tensor:
+    def attach(self, mode: str, *, around_ddp: bool = False, **options: Any) -> None:
+        """``around_ddp``: to a DDP around the module, as the README does. ``options``: of gradcast."""
+        if around_ddp:
+            self.model = DistributedDataParallel(self.module)
+        chosen = gradcast.Options(**{"plan": gradcast.Planning(adapt=False, warmup_steps=3)} | options)
+        self.handle = gradcast.attach(self.model, self.sgd if mode == "overlap" else None, options=chosen)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return (self.handle or self.model).no_sync()
+
+    def backward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the loss."""
-        self.sgd.zero_grad()
         loss = self.model(inputs).square().mean()
         loss.backward()
-        self.sgd.step()
         return loss.detach()
 
+    def step(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.sgd.zero_grad()
+        loss = self.backward(inputs)
+        self.sgd.step()
+        return loss
+
     def end(self) -> list[torch.Tensor]:
+        """Returns the parameters and buffers."""
         if self.handle is not None:
             self.handle.flush()
-        parameters = [each.detach().clone() for each in self.module.parameters()]
+        tensors = [each.detach().clone() for each in (*self.module.parameters(), *self.module.buffers())]
         if self.handle is not None:
             self.handle.detach()
-        return parameters
-
-
-def device_of(kind: str) -> torch.device:
-    """The first device of this kind. Without one the program ends."""
-    if kind == "cuda" and not torch.cuda.is_available():
-        sys.exit("there is no CUDA device here, or torch cannot use it")
-    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+        return tensors
 
 
 def synchronize(device: torch.device) -> None:
@@ -143,28 +144,29 @@ def together_ms(events: Iterable[dict[str, Any]]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ranks.add_options(parser)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--width", type=int, default=1024, help="of each of the layers")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--width", type=int, help="of each of the layers (default: 1024, on the CPU 64)")
     parser.add_argument("--trace", metavar="JSON", help="write a trace of some steps, and look for overlap in it")
-    args = parser.parse_args()
-    device = device_of(args.device)
-    if "RANK" not in os.environ:
-        print("start it with torchrun --standalone --nproc-per-node 2 (see --help)", file=sys.stderr)
-        return 1
-    torch.use_deterministic_algorithms(True)
-    if args.backend == "nccl":
-        os.environ.update(as_a_host_of_its_own(int(os.environ["RANK"])))
-        torch.cuda.set_device(device)
-    dist.init_process_group(args.backend)
-    rank = dist.get_rank()
-    try:
-        dist.all_reduce(torch.ones(1, device=device))
-    except dist.DistBackendError as error:
-        print(f"{args.backend} refuses two ranks on {device}: {error}", file=sys.stderr)
-        return 1
-    failed = run(args, device, rank)
+    parser.add_argument(
+        "--limit", type=float, default=600, help="seconds after which hung ranks are ended (default: 600)"
+    )
+    args = ranks.parsed(parser)
+    args.width = args.width or (1024 if args.device == "cuda" else 64)
+    if "RANK" in os.environ:
+        return be_rank(args)
+    ranks.device_of(args.device)
+    arguments = ["--steps", str(args.steps), "--width", str(args.width)]
+    arguments += ["--trace", args.trace] if args.trace else []
+    while True:
+        ended = ranks.start("benchmarks.gpu_training", arguments, args, args.limit)
+        if not ranks.falls_back(ended, args):
+            return 0 if ended.codes == [0] * ranks.COUNT else 1
+
+
+def be_rank(args: argparse.Namespace) -> int:
+    device = ranks.begin(args, timeout_s=args.limit)
+    failed = run(args, device, dist.get_rank())
     dist.barrier()
     dist.destroy_process_group()
     return 1 if failed else 0

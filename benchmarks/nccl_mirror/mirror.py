@@ -12,7 +12,11 @@ to train take turns, for each model and network. Printed are the median step and
 of a step no kernel computed, the CPU time of the training thread (which includes waiting for the GPU where torch
 spins), the step that gradcast has predicted, and how often its step goes into that of the best DDP, turn by turn. FSDP2
 is there for its time only, since a mirrored gather replicates rank 0's shard. "gradcast overlap 2" has at most 2 blocks
-in the GPU's queue at a time.
+in the GPU's queue at a time. "gradcast fallback" is overlap mode that has found nothing to gain, attached to the bare
+module or to DDP, which then reduces by itself. From a trace of some steps come the kernels of a step, and the calls of
+the host that record an event, let a stream wait for one, or ask whether it is over.
+
+Goals are printed beside what was measured, and not asserted.
 
 ``--device cpu`` shows with small models that the rest works. There torch's "fake" group takes the place of NCCL: it
 sends nothing, adds nothing up, takes no time, and does not serve DDP.
@@ -29,12 +33,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from benchmarks.gpu_training import device_of, traced
+from benchmarks.gpu_ranks import device_of
+from benchmarks.gpu_training import traced
 from benchmarks.on_hosts import in_turns
 from tabulate import tabulate
 from torch import nn
@@ -48,6 +53,7 @@ from gradcast import _core
 from gradcast.host_traffic import Hosts
 from gradcast.intervals import busy_periods_ns
 from gradcast.lab.models import load_example
+from gradcast.training.plan.expectation import Expectation
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.store_gather import StoreGather
 
@@ -57,6 +63,9 @@ _CHECKED_STEPS = 24
 _TRACED_STEPS = 3
 _EDGE_STEPS = 2  # before and after those that are measured
 _LEFT_OUT = 3  # exit status where not all was measured
+_AS_PREDICTED, _GAIN = "measured / predicted", "x best DDP"  # columns
+# Calls in a trace: what they begin with, and their column.
+_CALLS = {"cudaEventRecord": "records", "cudaStreamWaitEvent": "waits", "cudaEventQuery": "queries"}
 
 
 @contextlib.contextmanager
@@ -128,27 +137,33 @@ def _texts(count: int, words: int, context: int) -> tuple[torch.Tensor, torch.Te
     return texts[:, :-1], texts[:, 1:]
 
 
-# The model, and its batch.
-Task = tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
-TASKS: dict[str, Task] = {
-    "ResNet-50": (resnet, lambda: _images(128, 224, 1000)),
-    "GPT-2 124M": (gpt, lambda: _texts(8, 50257, 1024)),
+class Task(NamedTuple):
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # of so many samples
+    size: int
+
+
+TASKS = {
+    "ResNet-50": Task(resnet, lambda size: _images(size, 224, 1000), 128),
+    "GPT-2 124M": Task(gpt, lambda size: _texts(size, 50257, 1024), 8),
 }
 # On a GPU, the gradient of MaxPool2d differs from call to call.
-SMALL_TASKS: dict[str, Task] = {
-    "small ResNet": (lambda: resnet((1, 1), 8, 10, nn.AvgPool2d), lambda: _images(4, 32, 10)),
-    "small GPT": (lambda: gpt(64, 2, 50, 16), lambda: _texts(4, 50, 16)),
+SMALL_TASKS = {
+    "small ResNet": Task(lambda: resnet((1, 1), 8, 10, nn.AvgPool2d), lambda size: _images(size, 32, 10), 4),
+    "small GPT": Task(lambda: gpt(64, 2, 50, 16), lambda size: _texts(size, 50, 16), 4),
 }
+FALLBACK = "gradcast fallback"
 WAYS = (
     *("alone", "DDP 4 MiB", "DDP 25 MiB", "DDP 100 MiB", "FSDP2", "gradcast hook", "gradcast overlap"),
     *(f"gradcast overlap {window}" for window in (1, 2, 16)),
+    *(FALLBACK, f"{FALLBACK} DDP"),
 )
 _CHECKED = ("alone", "DDP 4 MiB", "gradcast hook", "gradcast overlap")
 OPTIMIZERS = ("fused", "foreach")
 
 
 def ways_on(device: torch.device, *ways: str) -> list[str]:
-    return [way for way in ways if device.type == "cuda" or not way.startswith("DDP")]
+    return [way for way in ways if device.type == "cuda" or "DDP" not in way]
 
 
 def begin_compiling() -> None:
@@ -172,10 +187,9 @@ class Training:
         compiled: bool = False,
     ) -> None:
         torch.manual_seed(0)
-        make, batch = task
-        self.module = make().to(device)
-        self._inputs, self._targets = (each.to(device) for each in batch())
-        self._device, self.handle, self._model = device, None, self.module
+        self.module = task.model().to(device)
+        self._inputs, self._targets = (each.to(device) for each in task.batch(task.size))
+        self._device, self.handle, self._model, self._falls_back = device, None, self.module, False
         blocks = [each for each in self.module.modules() if type(each).__name__ in ("Block", "Bottleneck")]
         for block in blocks if compiled else ():
             block.compile(backend="inductor" if device.type == "cuda" else "aot_eager", dynamic=False)
@@ -189,9 +203,13 @@ class Training:
             self._model = DistributedDataParallel(self.module, bucket_cap_mb=int(size[0]), gradient_as_bucket_view=True)
         elif name == "gradcast":
             mode, *window = size
+            self._falls_back = mode == "fallback"
+            if window == ["DDP"]:
+                self._model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
+                window = []
             limited = dict(zip(["queue_window"], map(int, window), strict=False))
             with mock.patch.object(_core, "Engine", functools.partial(_core.Engine, **limited)):
-                self.handle = gradcast.attach(self.module, self._optimizer if mode == "overlap" else None)
+                self.handle = gradcast.attach(self._model, self._optimizer if mode != "hook" else None)
 
     def step(self) -> None:
         self._optimizer.zero_grad()
@@ -201,13 +219,25 @@ class Training:
         loss.backward()
         self._optimizer.step()
 
+    def settle(self) -> None:
+        """Steps until gradcast follows its plan, or DDP reduces by itself."""
+        self.spend(_SETTLED if self.handle is not None else 1)
+        if self._falls_back and self._model is not self.module:
+            for _ in range(_SETTLED):
+                if self.handle.stats()["reduced_by_ddp"]:
+                    return
+                self.spend(4)
+            print("DDP does not reduce by itself: the log says why", file=sys.stderr)
+
     def spend(self, steps: int) -> tuple[float, float]:
         """ms per step, and ms of the training thread's CPU, of so many steps in the middle of some."""
         moments = []
-        for number in range(steps + 2 * _EDGE_STEPS):
-            if number in (_EDGE_STEPS, _EDGE_STEPS + steps):
-                moments.append((self._now(), time.thread_time()))
-            self.step()
+        no_gain = mock.patch.object(Expectation, "is_worth_trying", False)
+        with no_gain if self._falls_back else contextlib.nullcontext():
+            for number in range(steps + 2 * _EDGE_STEPS):
+                if number in (_EDGE_STEPS, _EDGE_STEPS + steps):
+                    moments.append((self._now(), time.thread_time()))
+                self.step()
         self.complete()
         (begin, cpu_begin_s), (end, cpu_end_s) = moments
         return self._elapsed_ms(begin, end) / steps, 1e3 * (cpu_end_s - cpu_begin_s) / steps
@@ -263,7 +293,7 @@ class Measured:
         self.training = training
         self.step_ms: list[float] = []
         self.cpu_ms: list[float] = []
-        self.idle_ms: float | None = None  # of a step, in which the GPU did not compute
+        self.traced: dict[str, float] = {}  # of a step
 
     def take_turn(self, steps: int) -> None:
         step_ms, cpu_ms = self.training.spend(steps)
@@ -274,15 +304,22 @@ class Measured:
         """A Chrome trace of some steps, which take longer then."""
         events = traced(lambda: [self.training.step() for _ in range(_TRACED_STEPS)], path)
         self.training.complete()
-        self.idle_ms = idle_ms(events) / _TRACED_STEPS
+        counts = {"idle, ms": idle_ms(events)} | counted(events)
+        self.traced = {name: count / _TRACED_STEPS for name, count in counts.items()}
 
-    def row(self, ddp: "Measured | None") -> list[Any]:
+    def row(self, ddp: "Measured | None") -> dict[str, Any]:
         """Columns of the table. ``ddp``: what this is compared with."""
         ratios = [] if ddp is None else [theirs / own for theirs, own in zip(ddp.step_ms, self.step_ms, strict=True)]
         median_ms, predicted_ms = statistics.median(self.step_ms), self.training.end().get("predicted_ms")
-        told = [None, None] if predicted_ms is None else [predicted_ms, median_ms / predicted_ms]
-        times = [*spread(self.step_ms, ".1f"), self.idle_ms, statistics.median(self.cpu_ms)]
-        return [*times, *told, *spread(ratios, ".2f")]
+        is_predicted = None if predicted_ms is None else median_ms / predicted_ms
+        return {
+            **dict(zip(("step, ms", "range"), spread(self.step_ms, ".1f"), strict=True)),
+            "CPU, ms": statistics.median(self.cpu_ms),
+            "predicted, ms": predicted_ms,
+            _AS_PREDICTED: is_predicted,
+            **dict(zip((_GAIN, "its range"), spread(ratios, ".3f"), strict=True)),
+            **self.traced,
+        }
 
 
 def spread(values: Sequence[float], digits: str) -> list[str | None]:
@@ -294,7 +331,7 @@ def spread(values: Sequence[float], digits: str) -> list[str | None]:
 
 def compared(
     task: Task, ways: Sequence[str], device: torch.device, args: argparse.Namespace, name: str, end_s: float
-) -> tuple[list[Any], int]:
+) -> tuple[list[dict[str, Any]], int]:
     """Rows of the table, and how many turns each way has had. ``name``: that of the traces. ``end_s``: when no further
     round of turns begins."""
     if args.compiled:
@@ -302,7 +339,7 @@ def compared(
     adamw = functools.partial(torch.optim.AdamW, lr=1e-4, **{args.optimizer: True})
     found = {way: Measured(Training(task, way, device, adamw, compiled=args.compiled)) for way in ways}
     for each in found.values():
-        each.training.spend(_SETTLED if each.training.handle is not None else 1)
+        each.training.settle()
     turns = 0
     for number, way in enumerate(in_turns(ways, args.turns)):
         if number % len(ways) == 0:
@@ -315,7 +352,7 @@ def compared(
             found[way].trace(os.path.join(args.traces or folder, f"{name}, {way}.json".replace(" ", "-")))
     stock = [each for way, each in found.items() if way.startswith("DDP")]
     ddp = min(stock, key=lambda each: statistics.median(each.step_ms), default=None)
-    return [[way, *each.row(None if way == "alone" else ddp)] for way, each in found.items()], turns
+    return [{"": way, **each.row(None if way == "alone" else ddp)} for way, each in found.items()], turns
 
 
 def idle_ms(events: Iterable[dict[str, Any]]) -> float:
@@ -327,6 +364,29 @@ def idle_ms(events: Iterable[dict[str, Any]]) -> float:
     ]
     whole_us = max(end for _, end in spans) - min(begin for begin, _ in spans)
     return (whole_us - sum(busy_periods_ns(spans))) / 1e3
+
+
+def counted(events: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Kernels in a Chrome trace, and the host's calls about events of CUDA."""
+    found = dict.fromkeys(("kernels", *_CALLS.values()), 0)
+    for event in events:
+        if event.get("cat") == "kernel":
+            found["kernels"] += 1
+        elif event.get("cat") == "cuda_runtime":
+            for begin, column in _CALLS.items():
+                found[column] += event["name"].startswith(begin)
+    return found
+
+
+def goals(row: dict[str, Any], task: str, gbit: float, *, compiled: bool) -> Iterator[str]:
+    """For the reader: a mirrored run on another GPU may miss them."""
+    way, gain, as_predicted = row[""], row[_GAIN], row[_AS_PREDICTED]
+    if gain is not None and way.startswith(FALLBACK):
+        yield f"goal: {way} at least 0.99 x best DDP, measured {gain} ({task}, {gbit:g} Gbit/s)"
+    if gain is not None and not compiled and (task, way, gbit) == ("ResNet-50", "gradcast overlap", 25):
+        yield f"goal: {way} at least 1.3 x best DDP, measured {gain} ({task}, {gbit:g} Gbit/s)"
+    if as_predicted is not None and compiled:
+        yield f"goal: {way} within 5 % of the prediction, measured {as_predicted:.3f} of it ({task}, {gbit:g} Gbit/s)"
 
 
 def has_any(name: str, words: Sequence[str]) -> bool:
@@ -350,10 +410,11 @@ def table(tasks: dict[str, Task], device: torch.device, args: argparse.Namespace
             rows, turns = compared(task, ways, device, args, f"{name}, {gbit:g}", end_s)
             if turns < args.turns:
                 left_out.append(f"{args.turns - turns} of {args.turns} turns of {title}")
-            print(f"\n{title}")
-            columns = ["", "step, ms", "range", "idle, ms", "CPU, ms", "predicted, ms", "measured / predicted"]
-            columns += ["x best DDP", "range"]
-            print(tabulate(rows, columns, floatfmt=".2f", disable_numparse=[1, 2, 7, 8]), flush=True)
+            print(f"\nmeasured: {title}")
+            print(tabulate(rows, "keys", "github", floatfmt=".2f", disable_numparse=[1, 2, 6, 7]), flush=True)
+            for each in rows:
+                for line in goals(each, name, gbit, compiled=args.compiled):
+                    print(line, flush=True)
             gc.collect()
     return left_out
 
@@ -371,6 +432,7 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="the model's blocks are compiled")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="fused", help="AdamW's kernels (default: fused)")
     parser.add_argument("--latency-us", type=float, default=20, help="of each operation (default: 20)")
+    parser.add_argument("--batch", type=int, help="samples a step (default: 128 images, 8 texts)")
     parser.add_argument("--turns", type=int, default=5, help="of each way to train (default: 5)")
     parser.add_argument("--steps", type=int, default=6, help="that are measured in a turn (default: 6)")
     parser.add_argument("--traces", metavar="FOLDER", help="keep the Chrome traces of some steps")
@@ -378,6 +440,8 @@ def main() -> int:
     args = parser.parse_args()
     is_cuda = args.device == "cuda"
     tasks = TASKS if is_cuda else SMALL_TASKS
+    if args.batch:
+        tasks = {name: task._replace(size=args.batch) for name, task in tasks.items()}
     for word, names in [(each, tasks) for each in args.models] + [(each, WAYS) for each in args.ways]:
         if not any(word in name for name in names):
             parser.error(f"no name has {word!r}; there are: {', '.join(names)}")

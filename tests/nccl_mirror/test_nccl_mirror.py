@@ -149,6 +149,45 @@ def test_the_gpu_is_idle_where_no_kernel_but_nccls_runs(monkeypatch):
     assert idle_ms(events) == pytest.approx(1.0)
 
 
+def test_kernels_and_calls_about_events_are_counted(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.nccl_mirror.mirror import counted
+
+    calls = ("cudaEventRecordWithFlags", "cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery", "cudaLaunchKernel")
+    events = [{"cat": "cuda_runtime", "name": name} for name in calls] + [{"cat": "kernel", "name": "gemm"}]
+    assert counted(events) == {"kernels": 1, "records": 2, "waits": 1, "queries": 1}
+
+
+@pytest.mark.parametrize(
+    ("way", "gain", "as_predicted", "gbit", "compiled", "goal"),
+    [
+        ("gradcast fallback DDP", "0.970", 1.0, 100, False, "at least 0.99 x best DDP, measured 0.970"),
+        ("gradcast overlap", "1.320", 1.0, 25, False, "at least 1.3 x best DDP, measured 1.320"),
+        ("gradcast overlap", "0.960", 1.0, 100, False, None),
+        ("gradcast overlap", "1.060", 1.16, 25, True, "within 5 % of the prediction, measured 1.160 of it"),
+        ("DDP 25 MiB", "1.000", None, 25, False, None),
+    ],
+)
+def test_goals_are_printed_beside_what_was_measured(monkeypatch, way, gain, as_predicted, gbit, compiled, goal):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.nccl_mirror.mirror import goals
+
+    row = {"": way, "x best DDP": gain, "measured / predicted": as_predicted}
+    expected = [] if goal is None else [f"goal: {way} {goal} (ResNet-50, {gbit} Gbit/s)"]
+    assert list(goals(row, "ResNet-50", gbit, compiled=compiled)) == expected
+
+
+def test_a_forced_fallback_runs_as_ddp(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.nccl_mirror import mirror
+
+    with mirror.rank_zero(2, "fake"):
+        device, adamw = torch.device("cpu"), torch.optim.AdamW
+        training = mirror.Training(mirror.SMALL_TASKS["small GPT"], mirror.FALLBACK, device, adamw)
+        training.settle()
+        assert training.end()["runs_as_ddp"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--compiled", "--optimizer", "foreach"]], ids=["eager", "compiled"])
 def test_every_way_trains_on_the_cpu(options):
@@ -170,8 +209,9 @@ def test_every_way_trains_on_the_cpu(options):
         "FSDP2",
         "gradcast hook",
         *(f"gradcast overlap{window}" for window in ("", " 1", " 2", " 16")),
+        "gradcast fallback",
     ):
-        assert ended.stdout.count(f"\n{way}  ") == 2
+        assert ended.stdout.count(f"\n| {way}  ") == 2
     assert ("compiled blocks, AdamW foreach" if options else "eager, AdamW fused") in ended.stdout
 
 
@@ -217,7 +257,8 @@ def test_each_kind_of_block_is_compiled(monkeypatch):
         torch._dynamo.utils.counters.clear()
         sgd = partial(torch.optim.SGD, lr=0.1)
         batch = torch.ones(1, 1, 4, 4), torch.zeros(1, dtype=torch.int64)
-        mirror.Training((lambda: blocks(9), lambda: batch), "alone", torch.device("cpu"), sgd, compiled=True).step()
+        task = mirror.Task(lambda: blocks(9), lambda _: batch, 1)
+        mirror.Training(task, "alone", torch.device("cpu"), sgd, compiled=True).step()
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     assert compiled == 9

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_check.sh runs on a GPU, as far as it can be tried without one; which actions are measured."""
+"""What benchmarks/gpu_check.py runs on a GPU, as far as it can be tried without one; which actions are measured."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_time_in_which_the_device_copies_and_computes_counts_once():
 
 def test_nccl_takes_the_ranks_for_hosts_of_their_own():
     """It compares hosts first, then devices."""
-    from benchmarks.gpu_training import as_a_host_of_its_own
+    from benchmarks.gpu_ranks import as_a_host_of_its_own
 
     hosts = [as_a_host_of_its_own(rank)["NCCL_HOSTID"] for rank in range(2)]
     assert len(set(hosts)) == 2
@@ -81,34 +82,57 @@ def test_actions_that_the_script_cannot_take_are_left_out():
     assert taken({"key": "launch"}) is taken({"key": "connections"}) is None
 
 
-def run(*arguments):
+def run(*arguments, limit_s=250):
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=limit_s,
         check=False,
     )
 
 
 def states(printed):
-    """By case, the last table's."""
-    lines = printed.rpartition("---")[2].splitlines()[1:]
-    return {case.strip(): state.strip() for case, state in (line.split("  ", 1) for line in lines)}
+    """By case."""
+    return dict(line.removeprefix("case ").split(": ", 1) for line in printed.splitlines() if line.startswith("case "))
+
+
+def test_a_rank_that_hangs_says_where_and_is_ended(tmp_path, capsys, monkeypatch):
+    from benchmarks import gpu_ranks
+
+    program = "import os, time\nprint('rank', os.environ['RANK'], flush=True)\nif os.environ['RANK'] == '1':\n"
+    (tmp_path / "hangs.py").write_text(program + "    time.sleep(600)\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_ranks.signal, "signal", lambda *_: None)
+    args = SimpleNamespace(device="cpu", backend="gloo")
+    ended = gpu_ranks.start("hangs", [], args, limit_s=3)
+    assert ended.codes == [0, None]
+    assert 'hangs.py", line 4 in <module>' in ended.said
+    printed = capsys.readouterr().out
+    assert ended.said in printed
+    assert printed.endswith("after 3 s the ranks 1 had not ended; they were ended\n")
 
 
 @pytest.mark.slow
 def test_the_cases_for_two_ranks_pass_on_the_cpu():
-    ended = run("benchmarks.gpu_cases", "--device", "cpu", "--backend", "gloo")
+    ended = run("benchmarks.gpu_cases", "--device", "cpu", "--steps", "100", limit_s=500)
     found = states(ended.stdout)
-    assert found.pop("SyncBatchNorm and metrics") == "left out: SyncBatchNorm takes tensors on a GPU only"
-    assert [found.pop(each) for each in ("at most 2 thread blocks", "registered memory")] == 2 * [
-        "left out: that is for NCCL"
-    ]
-    assert len(found) == 8
-    assert set(found.values()) == {"passed"}, ended.stdout
+    left_out = {case: state for case, state in found.items() if state.startswith("left out: ")}
+    assert {case for case in left_out if case.startswith("SyncBatchNorm and metrics")} == {
+        "SyncBatchNorm and metrics",
+        *(f"SyncBatchNorm and metrics, {count} connections" for count in (2, 8, 32)),
+    }
+    assert {case for case, state in left_out.items() if state == "left out: that is for NCCL"} == {
+        "at most 2 thread blocks",
+        "fewer thread blocks",
+        "registered memory",
+        "the launch order of NCCL",
+    }
+    assert len(left_out) == 8
+    assert len(found) == 20
+    assert {state for case, state in found.items() if case not in left_out} == {"passed"}, ended.stdout
     assert ended.returncode == 0
 
 
@@ -118,36 +142,59 @@ def test_the_cases_for_two_ranks_pass_on_the_cpu():
 )
 def test_only_where_nccl_refuses_two_ranks_on_one_gpu_the_cases_run_over_gloo(monkeypatch, capsys, said, code):
     from benchmarks import gpu_cases
+    from benchmarks.gpu_ranks import Ended
 
-    backends = {}
+    runs = []
 
     def run_case(case, args):
-        backends[case] = args.backend
-        return ([0, 0], "") if args.backend == "gloo" else ([1, 1], said)
+        runs.append((case, args.backend))
+        return Ended([0, 0], "") if args.backend == "gloo" else Ended([1, 1], said)
 
     monkeypatch.setattr(gpu_cases, "run_case", run_case)
-    monkeypatch.setattr(sys, "argv", ["gpu_cases", "--device", "cpu", "batch norm"])
+    arguments = ["--device", "cpu", "--backend", "nccl", "registered memory", "batch norm"]
+    monkeypatch.setattr(sys, "argv", ["gpu_cases", *arguments])
     assert gpu_cases.main() == code
-    assert capsys.readouterr().out.startswith("NCCL refuses two ranks on one GPU") == (code == 0)
-    assert backends.get("batch norm") == (None if code else "gloo")
+    printed = capsys.readouterr().out
+    assert ("\nNCCL refuses two ranks on one GPU" in printed) == (code == 0)
+    first = ("registered memory", "nccl")
+    assert runs == [first, ("batch norm", "gloo" if code == 0 else "nccl")]
+    if code == 0:
+        assert states(printed)["registered memory"] == "left out: that is for NCCL"
 
 
 def test_a_case_that_goes_wrong_fails(monkeypatch, capsys):
     from benchmarks import gpu_cases
+    from benchmarks.gpu_ranks import Ended
 
-    monkeypatch.setattr(gpu_cases, "run_case", lambda case, args: ([0, 1], f"of {case}"))
-    monkeypatch.setattr(sys, "argv", ["gpu_cases", "--device", "cpu", "--backend", "gloo", "metrics", "a killed rank"])
+    monkeypatch.setattr(gpu_cases, "run_case", lambda case, args: Ended([0, 1], f"of {case}"))
+    monkeypatch.setattr(sys, "argv", ["gpu_cases", "--device", "cpu", "metrics", "a killed rank"])
     assert gpu_cases.main() == 1
-    assert states(capsys.readouterr().out) == {"metrics": "FAILED", "a killed rank": "passed"}
+    assert states(capsys.readouterr().out) == {"metrics": "FAILED, exit codes [0, 1]", "a killed rank": "passed"}
+
+
+def test_where_every_case_is_left_out_nothing_has_passed(monkeypatch):
+    from benchmarks import gpu_cases
+
+    monkeypatch.setattr(sys, "argv", ["gpu_cases", "--device", "cpu", "registered memory"])
+    assert gpu_cases.main() == 3
+
+
+def test_what_grows_is_found():
+    from benchmarks.gpu_resources import grown
+
+    first = {"device, MiB": 10.0, "host, MiB": 600.0, "threads": 11, "files": 30}
+    assert grown(first, first | {"device, MiB": 10.5, "host, MiB": 630.0, "threads": 9}) == []
+    more = {"device, MiB": 11.5, "host, MiB": 640.0, "threads": 12, "files": 31}
+    assert [each.split(" has grown")[0] for each in grown(first, more)] == [*first]
 
 
 @pytest.mark.parametrize(
     ("code", "message", "begun_steps", "wrong"),
     [
-        ("communication", "Failed: rank 0; rank 1 has not responded", 9, None),
-        ("communication", "Failed: ranks 0 and 1", 9, None),
-        ("communication", "rank 0 of 2 has failed", 9, "does not name rank 1"),
-        ("invalid_use", "attach failed on rank 1 of 2: this module", 9, "the error's code is invalid_use"),
+        ("communication", "Failed: rank 0; rank 1 has not responded", 11, None),
+        ("communication", "Failed: ranks 0 and 1", 11, None),
+        ("communication", "rank 0 of 2 has failed", 11, "does not name rank 1"),
+        ("invalid_use", "attach failed on rank 1 of 2: this module", 11, "the error's code is invalid_use"),
         ("communication", "connecting rank 1", 8, "raised in step 7, before anything had happened"),
     ],
 )
@@ -161,41 +208,20 @@ def test_an_error_counts_if_it_tells_of_what_has_happened(code, message, begun_s
             self.begun_steps = begun_steps
             raise gradcast.Error(message, code)
 
-    problems = list(CASES["a late rank"](Rank()))
+    problems = list(CASES["a late rank"].run(Rank()))
     assert len(problems) == (wrong is not None)
     assert wrong is None or wrong in problems[0]
-
-
-def test_a_check_that_leaves_something_out_has_not_passed(tmp_path):
-    """With programs that only pass for those that the checks need."""
-    programs, logs = tmp_path / "bin", tmp_path / "logs"
-    programs.mkdir()
-    left_out = "echo 'left out, because 6 minutes were over: GPT-2'; exit 3"
-    for name, does in (("nvidia-smi", "echo a GPU"), ("python3", f'case "$*" in *"--gbit 25 "*) {left_out} ;; esac')):
-        (programs / name).write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
-        (programs / name).chmod(0o755)
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "ONLY": "mirror-25|mirror-100"}
-    script = str(ROOT / "benchmarks" / "gpu_check.sh")
-    ended = subprocess.run(
-        ["bash", script, str(logs)], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 1, ended.stderr
-    table = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines()[-2:])
-    assert table["mirror-25"].startswith("FAILED, left out: GPT-2, see ")
-    assert table["mirror-100"].startswith("passed")
 
 
 def test_kernels_are_held_against_a_copy():
     ended = run("benchmarks.gpu_bandwidth", "--device", "cpu", "--mib", "1")
     assert ended.returncode == 0, ended.stderr
-    assert states(ended.stdout)["a copy"].split()[-1] == "1.00"
+    assert re.search(r"^a copy +\d+ +1\.00$", ended.stdout, re.MULTILINE), ended.stdout
 
 
 @pytest.mark.slow
 def test_the_training_gives_the_numbers_of_ddp_in_both_modes():
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--device", "cpu", "--steps", "20", "--width", "32"]
-    ended = run(*launcher, str(ROOT / "benchmarks" / "gpu_training.py"), *options)
+    ended = run("benchmarks.gpu_training", "--device", "cpu", "--steps", "20", "--width", "32")
     assert ended.returncode == 0, ended.stderr
     assert "the parameters are DDP's, bit for bit, after 20 steps in both modes" in ended.stdout
     rows = [

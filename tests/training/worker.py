@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from training.needs import torch
 
 PR_SET_PDEATHSIG = 1
-# benchmarks/gpu_check.sh asks for "cpu:gloo,cuda:nccl".
+# benchmarks/gpu_check.py asks for "cpu:gloo,cuda:nccl".
 BACKEND = os.environ.get("GRADCAST_TEST_BACKEND", "gloo")
 
 
@@ -75,7 +75,7 @@ def main(pipe_handle: int, index: int, port: int) -> None:
     torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of threads that Python does not know, too
     torch.set_num_threads(1)
     if "nccl" in BACKEND:
-        from benchmarks.gpu_training import as_a_host_of_its_own
+        from benchmarks.gpu_ranks import as_a_host_of_its_own
 
         os.environ.update(as_a_host_of_its_own(index))
     pipe = Connection(pipe_handle)

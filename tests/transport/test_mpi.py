@@ -217,7 +217,7 @@ def test_bench_has_one_buffer_for_all_sizes():
 def test_bench_over_nccl_without_a_device():
     ended = mpirun(1, str(BENCH), "--transport", "nccl", *QUICK)
     if "has 0 CUDA devices" not in ended.stderr:
-        pytest.skip("there is a CUDA device, or this build has no NCCL: benchmarks/gpu_check.sh is for that")
+        pytest.skip("there is a CUDA device, or this build has no NCCL: benchmarks/gpu_check.py is for that")
     assert ended.returncode == 1
     assert "start one rank per device, or use --transport mpi" in ended.stderr
 

@@ -213,6 +213,13 @@ def test_a_user_without_a_name_and_a_home_is_told_what_to_do(load, monkeypatch):
     refusal(load, "no place for the part for torch: .* home .*; set GRADCAST_CACHE_DIR to a folder")
 
 
+def test_another_python_has_a_module_and_headers_of_its_own(world, tmp_path):
+    target = tmp_path / native_build.installed_name("2.9.0", ".cpython-399.so")
+    assert target.name == "_c10d.torch-2.9.0.cpython-399.so"
+    with pytest.raises(native_build.BuildError, match=rf"headers are missing \({tmp_path}/Python.h\)"):
+        native_build.build(world, target, str(tmp_path))
+
+
 def test_the_one_built_at_install_comes_first(load, world, monkeypatch, tmp_path):
     installed = world / "python/gradcast" / native_build.installed_name(torch.__version__)
     native_build.build(world, installed)

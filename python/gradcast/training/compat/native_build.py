@@ -63,9 +63,9 @@ def files(root: Path) -> list[Path]:
     return found
 
 
-def installed_name(torch_version: str) -> str:
-    """The file name of a module built at install, beside _core. It names the torch that can load it."""
-    return f"_c10d.torch-{torch_version}{MODULE_SUFFIX}"
+def installed_name(torch_version: str, suffix: str = MODULE_SUFFIX) -> str:
+    """The file name of a module built at install, beside _core. It names the torch and the Python that can load it."""
+    return f"_c10d.torch-{torch_version}{suffix}"
 
 
 def key(root: Path, torch_version: str) -> tuple[str, str | None]:
@@ -101,9 +101,11 @@ def _macros(compiler: list[str]) -> bytes:
     return _run_one([], command, "#include <version>\n").encode()
 
 
-def build(root: Path, target: Path) -> None:
-    """Compiles into ``target``, which appears complete or not at all, writable by this user only. Raises BuildError."""
-    compiler, include_flags = compiler_command(), _include_flags(root)
+def build(root: Path, target: Path, python_include: str | None = None) -> None:
+    """Compiles into ``target``, which appears complete or not at all, writable by this user only. Raises BuildError.
+    ``python_include``: the headers of another Python than this one, for which the module is then."""
+    compiler = compiler_command()
+    include_flags = _include_flags(root, python_include or sysconfig.get_path("include"))
     sources = [path for path in files(root) if path.suffix == ".cc"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         objects = [Path(folder) / f"{source.name}.o" for source in sources]
@@ -152,8 +154,7 @@ def compiler_command() -> list[str]:
     )
 
 
-def _include_flags(root: Path) -> list[str]:
-    python_include = sysconfig.get_path("include")
+def _include_flags(root: Path, python_include: str) -> list[str]:
     if not (Path(python_include) / "Python.h").exists():
         raise BuildError(
             f"Python's headers are missing ({python_include}/Python.h); install them: "
