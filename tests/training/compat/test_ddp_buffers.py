@@ -73,12 +73,11 @@ def evaluations(side):
     """In which DDP sends buffers, too, once."""
     loop = Loop(side)
     for number in range(10):
-        if number % 3 == 2:
-            loop.called.eval()
-            for again in range(2):
-                with torch.no_grad():
-                    loop.forward(number + 50 + again)
-            loop.called.train()
+        loop.called.eval()
+        for again in range(number % 3):
+            with torch.inference_mode() if number % 2 else torch.no_grad():
+                loop.forward(number + 50 + again)
+        loop.called.train()
         loop.step(number)
     return loop.result()
 

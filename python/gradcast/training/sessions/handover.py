@@ -183,6 +183,8 @@ class Handover(Reduction):
         self._session.controller.look_again(steps_ns)
 
     def _bring_buffers(self, is_usual: bool) -> bool:
+        if self._session.released:  # in a forked child
+            return False
         return self._session.forward.bring_buffers_of_ddp(is_usual=is_usual and not in_functional_call())
 
     def _joining(self) -> None:
