@@ -227,6 +227,7 @@ def _wrapping(program: Program) -> str:
     options = "find_unused_parameters=True" if program.needs_unused else program.ddp_options
     ddp = f"DDP(model{', ' + options if options else ''})"
     wrapped = WRAPPERS[program.wrapper]
+    are_sent = bool({"batch norm", "a buffer"} & set(program.parts)) and "broadcast_buffers" not in options
     from_first = ""
     if wrapped is None:
         compiled = "torch.compile({}, backend='eager')" if program.wrapper == "compiled" else "{}"
@@ -243,8 +244,8 @@ def _wrapping(program: Program) -> str:
     clip = "    if side == 'overlap':\n        settings['clip'] = gradcast.Clip(norm=0.5)"
     clips = clip if program.max_grad_norm else ""
     # Both work before the next forward pass, where gradcast begins again, and DDP sends the buffers. Those of a bare
-    # module have left with the gradients: each rank would keep what it changes in between (guarantees.md). DDP never
-    # sends a late buffer that is beside no others.
+    # module, and in overlap mode those of DDP, have left with the gradients: each rank would keep what it changes in
+    # between (guarantees.md). DDP never sends a late buffer that is beside no others.
     return f"""
 syncing = None
 def wrap():
@@ -258,7 +259,7 @@ def rewrap():
 sends = False
 def buffers_changed():
     nonlocal sends
-    sends = {wrapped is None and bool({"batch norm", "a buffer"} & set(program.parts))} and handle is not None
+    sends = {are_sent} and ({wrapped is None} or side == 'overlap') and handle is not None
 
 def attach():
     if side == 'ddp':{from_first}
@@ -338,11 +339,11 @@ model.turn = step
 if changed:
     changed = False
     called = syncing = wrap()
+{_zero(program, "start")}
+{_at(program, "start")}
 if sends:
     sends = False
     handle.send_buffers()
-{_zero(program, "start")}
-{_at(program, "start")}
 {_step(program)}
 seen.append(loss.detach().clone())
 {_at(program, "stepped")}

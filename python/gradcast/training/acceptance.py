@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
-from gradcast.training.compat.ddp_takeover import check_comm_hooks
+from gradcast.training.compat.ddp_takeover import check_comm_hooks, has_buffer_hook
 from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.step import partial_step
 from gradcast.training.step.partial_step_check import require_splittable
@@ -77,9 +77,12 @@ class Accepted:
         """The user's own modules, inside of wrappers."""
         return (self.module,) if self.ddp is not None else self.called
 
-    def modules_with_buffers(self, broadcast: bool) -> tuple[nn.Module, ...]:
-        """The modules whose buffers gradcast sends. ``broadcast``: the option of this name."""
-        return self.called if self.ddp is None and broadcast else ()
+    def modules_with_buffers(self, broadcast: bool, mode: str) -> tuple[nn.Module, ...]:
+        """The modules whose buffers gradcast sends. ``broadcast``: the option of this name, for bare modules."""
+        if self.ddp is None:
+            return self.called if broadcast else ()
+        sends = mode == "overlap" and self.ddp.broadcast_buffers and len(self.ddp.modules_buffers) > 0
+        return (self.module,) if sends and not has_buffer_hook(self.ddp) else ()
 
     @property
     def device(self) -> torch.device:

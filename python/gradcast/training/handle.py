@@ -103,7 +103,7 @@ class Handle:
 
         Needed only if the program changes buffers between backward and the next forward pass, and not to the same
         values on all ranks (``load_state_dict()`` of each rank's own state, ``module.half().float()``): those of a bare
-        module are sent with the gradients.
+        module, and in overlap mode those of a DDP module, are sent with the gradients.
         """
         self._session.send_buffers(list(self._require_module().buffers()))
 

@@ -63,7 +63,7 @@ def check_clipping(options: Options, given: Sequence[Any]) -> None:
 
 def check_as_several(accepted: Accepted, mode: str, options: Options) -> None:
     """Raises on a single worker, which follows no plan, what its options would raise on several."""
-    modules = accepted.modules_with_buffers(options.broadcast_buffers)
+    modules = accepted.modules_with_buffers(options.broadcast_buffers, mode)
     sent = sent_tensors(accepted.parameters, modules, options, accepted.device)
     refusals = []
     # The wire format that is taken depends on the hosts.

@@ -28,7 +28,7 @@ class Ranks:
     def __init__(self, step):
         self._step = step
         self._sums = torch.zeros(REPORT_ELEMENTS, dtype=torch.float64)
-        message = SimpleNamespace(own_reports=torch.zeros(REPORT_ELEMENTS), reports=lambda: self._sums)
+        message = SimpleNamespace(own_reports=torch.zeros(REPORT_ELEMENTS), reports=lambda: self._sums.tolist())
         exchange = SimpleNamespace(
             buffers=SimpleNamespace(flats=[self._sums]), counters=lambda: SimpleNamespace(link_ns=0)
         )

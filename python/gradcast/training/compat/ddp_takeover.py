@@ -1,6 +1,7 @@
 """Takes the gradient reduction away from a DistributedDataParallel module, and gives it back.
 
-DDP still does everything else: it sends buffers from rank 0 before forward, and its ``no_sync`` and forward work.
+DDP still does everything else: its ``no_sync`` and forward work, and it decides when buffers are sent from rank 0.
+gradcast sends them with the gradients if blocks may be in flight then.
 """
 
 import contextlib
@@ -35,6 +36,11 @@ def check_comm_hooks(ddp: DistributedDataParallel) -> None:
         )
 
 
+def has_buffer_hook(ddp: DistributedDataParallel) -> bool:
+    """Returns whether the program sends the buffers in its own way (``_register_buffer_comm_hook``)."""
+    return hasattr(ddp, "buffer_hook")
+
+
 class ArmedReducer(torch.distributed.Reducer):
     """The reducer that a DDP module has in place of its own. It reduces nothing, and notes whether DDP's would.
 
@@ -47,6 +53,10 @@ class ArmedReducer(torch.distributed.Reducer):
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         self.is_armed = True
         super().prepare_for_backward(outputs)
+
+    def _install_post_backward_futures(self, futures: list[torch.futures.Future]) -> None:
+        """Waits for them at once: the end of a reduction, where DDP's reducer would, never comes."""
+        torch.futures.wait_all(futures)
 
 
 @contextlib.contextmanager
@@ -77,16 +87,24 @@ def _none_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 class DdpTakeover:
     """Keeps DDP from reducing until ``give_back()``. Its reducer is an ArmedReducer.
 
-    ``active``: it does. ``in_join``: the program is inside ``ddp.join()``.
+    ``active``: it does. ``in_join``: the program is inside ``ddp.join()``. Where DDP's forward would send buffers
+    meanwhile, ``bring_buffers`` is called. Its argument: DDP would send them in its usual way. If it returns False, DDP
+    sends them.
 
     With ``ddp.join()``, ranks that have run out of inputs shadow DDP's own operations, and cannot shadow gradcast's. So
     DDP has to reduce there: if it does not, ``joining`` is called before the first operation of such a run; ``joined``
     is called after the last.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, joining: Callable[[], None], joined: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        joining: Callable[[], None],
+        joined: Callable[[], None],
+        bring_buffers: Callable[[bool], bool],
+    ) -> None:
         self._ddp = weakref.ref(ddp)
-        self._joining, self._joined = joining, joined
+        self._joining, self._joined, self._bring_buffers = joining, joined, bring_buffers
         self._in_join = False
         self._find_unused_parameters = ddp.find_unused_parameters
         self._trained = [weakref.ref(each) for each in ddp.module.parameters() if each.requires_grad]
@@ -95,6 +113,7 @@ class DdpTakeover:
         self.take()
         ddp.join_hook = self._join_hook
         ddp.__getstate__ = self._state_of_a_copy
+        ddp._sync_buffers = self._sync_buffers
 
     @property
     def in_join(self) -> bool:
@@ -117,7 +136,7 @@ class DdpTakeover:
     def _state_of_a_copy(self) -> dict[str, Any]:
         """Replaces ``ddp.__getstate__``: copies hold nothing of gradcast, and reduce as DDP does."""
         state = DistributedDataParallel.__getstate__(self._ddp())
-        del state["join_hook"], state["__getstate__"]
+        del state["join_hook"], state["__getstate__"], state["_sync_buffers"]
         if self.active:
             state["find_unused_parameters"] = self._find_unused_parameters
             state["_static_graph_delay_allreduce_enqueued"] = False
@@ -134,6 +153,12 @@ class DdpTakeover:
         ddp = self._ddp()
         if ddp._check_sync_bufs_pre_fwd():
             ddp._sync_buffers()
+
+    def _sync_buffers(self) -> None:
+        """Replaces ``ddp._sync_buffers``, which DDP's forward calls."""
+        ddp = self._ddp()
+        if not self.active or not self._bring_buffers(not has_buffer_hook(ddp)):
+            DistributedDataParallel._sync_buffers(ddp)
 
     def _join_hook(self, **options: Any) -> JoinHook:
         """Replaces ``ddp.join_hook``."""
@@ -193,7 +218,7 @@ class DdpTakeover:
         ddp = self._ddp()
         if ddp is None:
             return
-        del ddp.join_hook, ddp.__getstate__
+        del ddp.join_hook, ddp.__getstate__, ddp._sync_buffers
         if self.active:
             self.reduce_again()
 

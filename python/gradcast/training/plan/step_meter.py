@@ -37,7 +37,8 @@ class StepMeter:
     def __init__(self, exchange: GradientExchange, message: StepMessage, trace: StepTrace, group: Group) -> None:
         device = exchange.buffers.flats[0].device
         self._exchange, self.trace = exchange, trace
-        self.reports = StepReports(message.own_reports, message.reports, group.rank, group.world_size)
+        lag = 2 if device.type == "cpu" else 3
+        self.reports = StepReports(message.own_reports, message.reports, group.rank, group.world_size, lag)
         self._kept = self.reports.lag + self.reports.turns - 1
         self.iterations: collections.deque[Iteration] = collections.deque(maxlen=self._kept)
         self.exposed = StageExposure()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradcast import _core
-from gradcast.training.compat.later_read import LaterRead
 
 # The same for any number of workers, so that a plan fits all of them.
 REPORT_ELEMENTS = 384
@@ -47,8 +46,11 @@ class StepReports:
     of a round has become known in this iteration.
     """
 
-    def __init__(self, own: torch.Tensor, sums: Callable[[], torch.Tensor], rank: int, world_size: int) -> None:
-        """``own``: what this rank sends next, REPORT_ELEMENTS elements in host memory. ``sums``: what has arrived."""
+    def __init__(
+        self, own: torch.Tensor, sums: Callable[[], Sequence[float] | None], rank: int, world_size: int, lag: int
+    ) -> None:
+        """``own``: what this rank sends next, REPORT_ELEMENTS elements in host memory. ``sums``: those that are known,
+        of ``lag`` - 1 iterations before; None before the first."""
         self._own, self._sums = own, sums
         self._rank, self._world_size = rank, world_size
         self.turns = -(-world_size // _RANKS_PER_TURN)
@@ -56,18 +58,16 @@ class StepReports:
         self.ends_round = False
         self._known: list[StepReport | None] = [None] * world_size  # of the last turns
         self._latest: StepReport | None = None  # of this rank since its last turn
-        self._later = LaterRead()
-        self.lag = 2 if sums().is_cpu else 3
+        self.lag = lag
 
     def exchange(self, own: StepReport | None) -> list[StepReport] | None:
-        """Call this once at the start of each iteration, before its message is sent. REQUIRES: nothing is in flight,
-        or, on a device, the current stream is behind it.
+        """Call this once at the start of each iteration, before its message is sent.
 
         ``own``: the report of the last iteration, None if there is none. Returns all ranks' reports of a round that has
         ended, in rank order; None if it has not, or if not all are known.
         """
-        known = self._later.exchange(self._sums(), self._iteration - 1)
-        self.ends_round = known is not None and self._decode(*known)
+        known = self._sums()
+        self.ends_round = known is not None and self._decode(known, self._iteration - self.lag + 1)
         self._write(own)
         self._iteration += 1
         reports = [each for each in self._known if each is not None]

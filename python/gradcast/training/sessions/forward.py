@@ -1,6 +1,7 @@
 """Forward passes of a session: the waits before one begins, and the backward pass that belongs to it."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def is_evaluation(module: nn.Module) -> bool:
 
 
 class ForwardPasses:
-    """The hooks around the forward passes of one session. ``module_buffers``: of a bare module; None without any."""
+    """The hooks around the forward passes of one session. ``module_buffers``: those that gradcast sends; None without
+    any."""
 
     def __init__(
         self,
@@ -29,14 +31,20 @@ class ForwardPasses:
         cycle: StepCycle,
         module_buffers: ModuleBuffers | None,
         warn_once: Callable[..., None],
+        *,
+        is_bare: bool,
     ) -> None:
+        """``is_bare``: there is no DDP module, which says when buffers are sent."""
+        self._own_buffers = module_buffers if is_bare else None
         self._cycle, self._controller, self._gradients = cycle, cycle.controller, cycle.gradients
         self.module_buffers, self._warn_once = module_buffers, warn_once
         self._unseen: UnseenWaits | None = UnseenWaits(module, cycle.steps, lambda: cycle.lock, warn_once)
 
     def leave(self) -> None:
-        """Removes the hooks of modules, until the next forward pass."""
+        """Removes the hooks of modules and drops buffers that have arrived, until the next forward pass."""
         self._unseen.release()
+        if self.module_buffers is not None:
+            self.module_buffers.leave()
 
     def release(self) -> None:
         self._unseen.release()
@@ -76,7 +84,7 @@ class ForwardPasses:
         if not in_backward:
             cycle.forget_late_updates()
         cycle.forward_time.begin(module)
-        if not is_evaluation(module) and not in_backward and self.module_buffers is not None:
+        if not is_evaluation(module) and not in_backward and self._own_buffers is not None:
             self._bring_buffers(module)
         if training:
             cycle.reads.forward_begins(compiled=compiled)
@@ -101,23 +109,48 @@ class ForwardPasses:
 
     def _bring_buffers(self, module: nn.Module) -> None:
         """Copies rank 0's buffers for the forward pass that begins."""
+        with self._waiting_for_buffers():
+            needed = self._gradients.passes.is_expected(module)
+            synchronizing = self.is_synchronizing and torch.is_grad_enabled()
+            self._own_buffers.before_forward(module, synchronizing=synchronizing, needed=needed)
+
+    def bring_buffers_of_ddp(self, *, is_usual: bool) -> bool:
+        """Copies rank 0's buffers where DDP's forward sends them. Returns False if DDP has to, with nothing in flight.
+        ``is_usual``: DDP would send the module's own buffers from rank 0."""
+        if current() != NO_TASK:  # a checkpoint of the whole model: it has made no gradient yet
+            return False
+        with self._waiting_for_buffers():
+            if self.module_buffers is not None and is_usual:
+                self.module_buffers.in_place_of_ddp(now=self._controller.warmup is not None)
+                return True
+            if self._gradients.exchange.busy:
+                if self._controller.proposer.mode == "overlap":
+                    self._warn_once(
+                        "DDP sends buffers in forward in a way of the program's (a buffer hook, or broadcast_buffers "
+                        "set after attach), so forward waits for all gradients"
+                    )
+                self._gradients.exchange.wait_all()
+            if self.module_buffers is not None:
+                self.module_buffers.on_sent()
+            return False
+
+    @contextlib.contextmanager
+    def _waiting_for_buffers(self) -> Iterator[None]:
         gradients = self._gradients
         with self._cycle.lock, self._cycle.trace.timed("wait"), pending.not_traced():
             if gradients.open and not gradients.all_sent:
                 gradients.wait_for_all()  # the pass has failed, and other ranks wait for gradients that it has not sent
-            needed = gradients.passes.is_expected(module)
-            synchronizing = self.is_synchronizing and torch.is_grad_enabled()
-            self.module_buffers.before_forward(module, synchronizing=synchronizing, needed=needed)
+            yield
 
     def before_borrowed(self, module: nn.Module) -> None:
         """Prepares a call of ``module`` with other tensors in place of its own."""
-        if self.module_buffers is not None and current() == NO_TASK:
-            self.module_buffers.before_borrowed_forward(module)
+        if self._own_buffers is not None and current() == NO_TASK:
+            self._own_buffers.before_borrowed_forward(module)
 
     def after_borrowed(self, module: nn.Module, output: Any) -> None:
         self._watch_output(module, output)
-        if self.module_buffers is not None and current() == NO_TASK:
-            self.module_buffers.after_borrowed_forward(module)
+        if self._own_buffers is not None and current() == NO_TASK:
+            self._own_buffers.after_borrowed_forward(module)
 
     def after(self, module: nn.Module, output: Any) -> None:
         self._cycle.forward_time.end()

@@ -25,6 +25,7 @@ from gradcast import _core
 from gradcast.errors import refused
 from gradcast.training.compat.ddp_takeover import Buckets, DdpTakeover
 from gradcast.training.compat.module_hooks import WeakHook
+from gradcast.training.model_layout import in_functional_call
 from gradcast.training.plan.loop import Leaving
 from gradcast.training.sessions.facets import Reduction
 from gradcast.training.sessions.kinds import Setup
@@ -48,7 +49,7 @@ class Handover(Reduction):
         self._setup, self._given = setup, given
         self._ddp_finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._covered = set(map(id, setup.accepted.parameters.values()))
-        self._taken_over = DdpTakeover(ddp, self._joining, self._joined)
+        self._taken_over = DdpTakeover(ddp, self._joining, self._joined, self._bring_buffers)
         self._count = self._count_at_forward = 0  # of DDP's reductions: now, and when the last forward pass began
         self._until = 0
         self._was_bypassed = False  # a forward pass past DDP has begun since the last one of DDP's
@@ -183,6 +184,11 @@ class Handover(Reduction):
             steps_ns = [float(end - start) for start, end in itertools.pairwise(starts_ns)]
         self._session.controller.look_again(steps_ns)
 
+    def _bring_buffers(self, is_usual: bool) -> bool:
+        if self._session.released:  # in a forked child
+            return False
+        return self._session.forward.bring_buffers_of_ddp(is_usual=is_usual and not in_functional_call())
+
     def _joining(self) -> None:
         self._setup.group.warning("inside ddp.join() DDP reduces the gradients itself, without a plan")
         self._leave()
@@ -197,7 +203,8 @@ def _buckets(baseline: _core.Plan | None) -> Buckets | None:
     """The sizes at which DDP's buckets close to be those of the baseline, as far as DDP has them."""
     if baseline is None:
         return None
-    sizes = [block.size_bytes for block in baseline.blocks]
+    largest = max(baseline.blocks, key=lambda block: block.size_bytes)
+    sizes = [each.size_bytes for each in baseline.blocks if each.buffer == largest.buffer]  # no module buffers
     caps = sizes[1:-1] or sizes[:-1] or sizes  # the last bucket holds the rest
     return Buckets(min(caps), sizes[0] < min(caps) / 2)
 

@@ -76,7 +76,7 @@ class Session(TrainingSession):
         warn_once = _WarnOnce(group)
         table = extension.load().GradientTable(list(parameters), list(parameters.values()))
         states = table.states
-        modules = accepted.modules_with_buffers(options.broadcast_buffers)
+        modules = accepted.modules_with_buffers(options.broadcast_buffers, self.mode)
         sent = sent_tensors(parameters, modules, options, group.device)
         registers = options.nccl.register_buffers and backend_of(group.shared, group.device.type) == "nccl"
         allocating = registered_memory(group) if registers else contextlib.nullcontext
@@ -87,7 +87,7 @@ class Session(TrainingSession):
         message = StepMessage(buffers, len(states), group.world_size)
         consistency = RankConsistency(exchange, message, group, options.compare_every)
         index = list(sent).index(BUFFERS_NAME) if BUFFERS_NAME in sent else None
-        module_buffers = ModuleBuffers(modules, index, exchange, group) if modules else None
+        module_buffers = ModuleBuffers(modules, index, exchange, group, warn_once) if modules else None
         weights = StepWeights(given, exchange, group)
         by_norm = None
         if options.clip.norm is not None:
@@ -109,7 +109,7 @@ class Session(TrainingSession):
         self.controller = PlanLoop(exchange, message, accepted.module, group, trace, waits, self.mode, options, by_norm)
         guard = guard or FailureGuard()
         self.cycle = cycle = StepCycle(steps, self.controller, consistency, self.progress, guard, warn_once)
-        self.forward = ForwardPasses(accepted.module, cycle, module_buffers, warn_once)
+        self.forward = ForwardPasses(accepted.module, cycle, module_buffers, warn_once, is_bare=accepted.ddp is None)
         self.report = PlanReport(self.controller, steps)
         self.checkpoint = PlanCheckpoint(self.report, cycle, module_buffers)
         self._callbacks = setup.callbacks

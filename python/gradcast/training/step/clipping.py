@@ -315,7 +315,7 @@ class NormClipping(pending.Owner):
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
         """Bounds of all norms: the known ones, and for the others those that follow from the ranks' messages."""
-        bounds = self._certificate.bounds(self.message.norms[:-1], self._factor())
+        bounds = self._certificate.bounds(self.message.norms, self._factor())
         for state in self._states:
             # If no rank has used the parameter, its .grad of before the step counts.
             before = state.locally_unused.grad_before if state.locally_unused is not None else None

@@ -19,12 +19,11 @@ import torch
 
 from gradcast import _core
 from gradcast.errors import Error, refused
-from gradcast.training.compat.later_read import LaterRead
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.backward_passes import ForwardPass
 from gradcast.training.step.gradient_exchange import GradientExchange
-from gradcast.training.step.step_message import StepMessage
+from gradcast.training.step.step_message import Received, StepMessage
 
 _NAMES_SHOWN = 3
 _ONE_PASS = (
@@ -44,7 +43,6 @@ class RankConsistency:
         self._failed_here: set[int] = set()  # iterations in which this rank's own backward pass has failed
         self._fingerprint: int | None = None  # of the parameters when the last pass began
         self._passes = 0  # that were reduced with these parameters, before the one that is open
-        self._findings = LaterRead()
         # The iteration of the open pass, and which pass it is since the parameters changed, until its message arrives.
         self._unchecked: tuple[int, int] | None = None
 
@@ -64,10 +62,10 @@ class RankConsistency:
         """Checks the step message, which has arrived. Raises, on every rank, if the ranks are in different passes, and
         on the others if a pass has failed on some ranks. One that has failed on all of them may be caught by all."""
         if self._unchecked is not None:
-            found = self._findings.exchange(self._message.findings(), self._unchecked)
+            received = self._message.receive(self._unchecked)
             self._unchecked = None
-            if found is not None and self._error is None:
-                self._error = self._error_of(found[0], *found[1])
+            if received is not None and self._error is None:
+                self._error = self._error_of(received)
         self.check()
 
     def check(self) -> None:
@@ -75,15 +73,15 @@ class RankConsistency:
         if self._error is not None:
             raise self._error
 
-    def _error_of(self, findings: Sequence[float], iteration: int, number: int) -> Error | None:
-        failed, differing = findings
-        if differing:
+    def _error_of(self, received: Received) -> Error | None:
+        iteration, number = received.note
+        if received.differs:
             return refused(
                 f"iteration {iteration} was backward pass number {number} of this rank since its parameters last "
                 "changed, and another rank was in another one, or in another mode (train() or eval()): their gradients "
                 f"do not belong together. {_ONE_PASS}"
             )
-        if failed and iteration not in self._failed_here:
+        if received.has_failed and iteration not in self._failed_here:
             return refused(
                 f"in iteration {iteration} the backward pass of another rank failed, so its gradients are missing in "
                 "the sums; let an error inside backward (out of memory, for example) end the training, or let all "
