@@ -1,7 +1,8 @@
 """A session of two or more workers. The way of one gradient, in overlap mode:
 
- 1. csrc/transport/torch/gradient_table.cc   A hook behind the accumulation scales the gradient into its view of a flat
-                                             buffer, and hands it to the engine. Its phase is SENT from now on.
+ 1. csrc/transport/torch/gradient_table.cc   A hook behind the accumulation scales the gradient by the factor of
+                                             weights.py into its view of a flat buffer, and hands it to the engine. Its
+                                             phase is SENT from now on.
  2. step/gradient_hooks.py                   The first gradient of a backward pass opens the step. All views become
                                              pending: any use waits. Gradients that backward has not made are sent where
                                              it ends.
@@ -14,7 +15,8 @@
                                              state are pending.
  8. step/pending.py                          The next forward pass reads the parameter, which step_cycle.py finishes.
  9. step/gradient_exchange.py                It waits for the blocks with the gradient.
-10. step/deferred_optimizer.py               The user's optimizer updates all parameters whose gradients have arrived.
+10. step/deferred_optimizer.py               The user's optimizer updates all parameters whose gradients have arrived,
+                                             which ``OptimizerSteps._update`` has picked, part by part.
 
 In hook mode the session waits for all gradients where backward ends, and ``step()`` is the optimizer's own.
 """
