@@ -310,6 +310,7 @@ class BlockRecord:
     due_ns: Final[int]  # it was ready, and no earlier block was pending
     launch_ns: Final[int]
     finish_ns: Final[int]
+    device_ns: Final[int]  # a duration, by the clock of the device that carried it; 0 where it was not timed
 
 @final
 class IterationRecord:

@@ -25,7 +25,7 @@ from gradcast.host_traffic import Hosts
 from gradcast.training.compat import extension
 from gradcast.training.options import Nccl
 from gradcast.training.ranks import dropped, group_pool
-from gradcast.training.ranks.nccl_settings import AS_THE_PROGRAM, Settings, settings_for
+from gradcast.training.ranks.nccl_settings import AS_THE_PROGRAM, Settings, settings_for, stream_settings
 from gradcast.training.ranks.store_gather import StoreGather
 from gradcast.training.ranks.together import RanksTogether
 
@@ -248,6 +248,12 @@ def require_backend(process_group: Any, device: torch.device) -> None:
 def nccl_settings(process_group: Any, device: torch.device, nccl: Nccl = AS_THE_PROGRAM) -> Settings:
     """The settings of NCCL for another group of ranks in ``process_group``, with tensors on this device."""
     return settings_for(_backend(process_group, device), nccl)
+
+
+def streams_of(group: Group, nccl: Nccl) -> tuple[bool, bool, bool]:
+    """See ``stream_settings``."""
+    shared, device = group.shared, group.device
+    return stream_settings(None if shared is None or device is None else _backend(shared, device), nccl)
 
 
 def _without_group(process_group: Any) -> Group:

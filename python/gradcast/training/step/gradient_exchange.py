@@ -19,7 +19,7 @@ from gradcast.errors import Error
 from gradcast.host_traffic import TWO_LEVEL, WIRE_SHARES, exchange_form
 from gradcast.training.compat import extension
 from gradcast.training.options import Options
-from gradcast.training.ranks.group import Group
+from gradcast.training.ranks.group import Group, streams_of
 from gradcast.training.ranks.stall_watchdog import StallWatchdog
 from gradcast.training.step.gradient_buffers import GradientBuffers
 
@@ -46,7 +46,8 @@ class GradientExchange:
         self.on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
         self.form = exchange_form(group.hosts, options.wire, on_device=self.on_device)
         host_of = group.hosts.host_of if self.form == TWO_LEVEL else ()
-        self._transport = extension.load().Transport(group.own, buffers.flats, options.wire, host_of)
+        streams = streams_of(group, options.nccl)
+        self._transport = extension.load().Transport(group.own, buffers.flats, options.wire, host_of, *streams)
         self._set_groups()
         self._engine = _core.Engine(self._transport, timeline_iterations=options.watch.timeline_steps)
         self.watch = StallWatchdog(group, options, self._engine)
