@@ -80,7 +80,8 @@ py::object sink_of(const py::object& engine) {
 
 void bind_records(py::module_& module) {
   def_record<BlockRecord>(module, "BlockRecord", "ready_ns", &BlockRecord::ready_ns, "due_ns", &BlockRecord::due_ns,
-                          "launch_ns", &BlockRecord::launch_ns, "finish_ns", &BlockRecord::finish_ns);
+                          "launch_ns", &BlockRecord::launch_ns, "finish_ns", &BlockRecord::finish_ns, "device_ns",
+                          &BlockRecord::device_ns);
   def_record<IterationRecord>(module, "IterationRecord", "iteration", &IterationRecord::iteration, "plan_version",
                               &IterationRecord::plan_version, "ready_ns", &IterationRecord::ready_ns, "blocks",
                               &IterationRecord::blocks);

@@ -69,7 +69,8 @@ void bind_costs(py::module_& module) {
   def_record<TensorTimes>(module, "TensorTimes", "arrival_ns", &TensorTimes::arrival_ns, "read_ns",
                           &TensorTimes::read_ns, "wait_ns", &TensorTimes::wait_ns);
   auto timeline = def_record<Timeline>(module, "Timeline", "forward_start_ns", &Timeline::forward_start_ns,
-                                       "iteration_ns", &Timeline::iteration_ns, "exposed_ns", &Timeline::exposed_ns);
+                                       "iteration_ns", &Timeline::iteration_ns, "exposed_ns", &Timeline::exposed_ns,
+                                       "host_ns", &Timeline::host_ns, "parts", &Timeline::parts);
   def_fields(timeline, "blocks", &Timeline::blocks, "tensors", &Timeline::tensors);
   module.def(
       "play", &checked_play, py::arg("profile"), py::arg("link"), py::arg("plan"), ReleaseGil(),

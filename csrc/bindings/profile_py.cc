@@ -18,8 +18,9 @@ namespace {
 
 const std::vector<std::string> kTensorFields = {"name",      "bytes",  "ready_ns",      "need_ns",
                                                 "update_ns", "buffer", "element_bytes", "extra"};
-const std::vector<std::string> kProfileFields = {"name",       "forward_ns", "backward_ns", "tensors",
-                                                 "world_size", "link",       "extra"};
+const std::vector<std::string> kProfileFields = {"name",         "forward_ns",    "backward_ns", "tensors",
+                                                 "world_size",   "link",          "part_ns",     "host_step_ns",
+                                                 "host_part_ns", "host_block_ns", "extra"};
 
 Tensor make_tensor(std::string name, int64_t bytes, double ready_ns, double need_ns, double update_ns, int32_t buffer,
                    int32_t element_bytes, const py::dict& extra) {
@@ -29,13 +30,18 @@ Tensor make_tensor(std::string name, int64_t bytes, double ready_ns, double need
 
 // A profile that exists in Python is a checked one, in urgency order.
 Profile make_profile(std::string name, double forward_ns, double backward_ns, std::vector<Tensor> tensors,
-                     int32_t world_size, std::optional<LinkModel> link, const py::dict& extra) {
+                     int32_t world_size, std::optional<LinkModel> link, double part_ns, double host_step_ns,
+                     double host_part_ns, double host_block_ns, const py::dict& extra) {
   Profile profile{std::move(name),
                   world_size,
                   forward_ns,
                   backward_ns,
                   std::move(tensors),
                   link.value_or(LinkModel{}),
+                  part_ns,
+                  host_step_ns,
+                  host_part_ns,
+                  host_block_ns,
                   extra_json_from(extra, kProfileFields)};
   sort_by_urgency(profile);
   check_profile(profile);
@@ -83,12 +89,15 @@ void bind_profile(py::module_& module) {
       .def(py::self == py::self);
   def_replace(tensor, kTensorFields);
 
-  auto profile =
-      def_record<Profile>(module, "Profile", "name", &Profile::name, "world_size", &Profile::world_size, "forward_ns",
-                          &Profile::forward_ns, "backward_ns", &Profile::backward_ns, "tensors", &Profile::tensors);
+  auto profile = def_record<Profile>(
+      module, "Profile", "name", &Profile::name, "world_size", &Profile::world_size, "forward_ns", &Profile::forward_ns,
+      "backward_ns", &Profile::backward_ns, "tensors", &Profile::tensors, "part_ns", &Profile::part_ns, "host_step_ns",
+      &Profile::host_step_ns, "host_part_ns", &Profile::host_part_ns, "host_block_ns", &Profile::host_block_ns);
   profile
       .def(py::init(&make_profile), py::kw_only(), py::arg("name"), py::arg("forward_ns"), py::arg("backward_ns"),
-           py::arg("tensors"), py::arg("world_size") = 1, py::arg("link") = py::none(), py::arg("extra") = py::dict())
+           py::arg("tensors"), py::arg("world_size") = 1, py::arg("link") = py::none(), py::arg("part_ns") = 0.0,
+           py::arg("host_step_ns") = 0.0, py::arg("host_part_ns") = 0.0, py::arg("host_block_ns") = 0.0,
+           py::arg("extra") = py::dict())
       .def_property_readonly("link", &link_of)
       .def_property_readonly("extra", [](const Profile& self) { return extra_of(self.extra_json); })
       .def_static("from_json", &profile_from_json, py::arg("text"), ReleaseGil())

@@ -128,7 +128,7 @@ void Engine::Loop::begin_on_loop(const Event& event) {
   earlier_first_ticket_ = std::exchange(first_ticket_, started_count_);
 }
 
-// A device has written the block's bytes, or will end it without the host.
+// A device has written the block's bytes, will end it without the host, or has carried it.
 void Engine::Loop::progress_on_loop(Follower& follower, int32_t block, const Event& event) {
   GC_CHECK(on_loop());
   if (event.kind == Event::Kind::kQueued) {
@@ -139,6 +139,8 @@ void Engine::Loop::progress_on_loop(Follower& follower, int32_t block, const Eve
   MutexLock lock(mutex_);
   if (event.kind == Event::Kind::kQueued) {
     publish_progress_on_loop(block);
+  } else if (event.kind == Event::Kind::kTimed) {
+    record_of(follower).blocks[block].device_ns = event.time_ns;
   } else {
     // The block counts from now on: before this the device had not written its gradients.
     BlockRecord& record = record_of(follower).blocks[block];
@@ -301,9 +303,13 @@ void Engine::Loop::leave_on_loop() {
   }
 }
 
-// Changes the record only, so it need not wake the thread.
+// These two change the record only, so they need not wake the thread.
 void Engine::Loop::began(int64_t ticket) noexcept {
   queue_.push({Event::Kind::kBegan, ticket, steady_now_ns()}, Queue::Wake::kCounted);
+}
+
+void Engine::Loop::timed(int64_t ticket, int64_t duration_ns) noexcept {
+  queue_.push({Event::Kind::kTimed, ticket, duration_ns}, Queue::Wake::kCounted);
 }
 
 void Engine::Loop::queued(int64_t ticket) noexcept {

@@ -66,6 +66,7 @@ class Engine::Loop final : public CompletionSink {
 
   void began(int64_t ticket) noexcept override;
   void queued(int64_t ticket) noexcept override;
+  void timed(int64_t ticket, int64_t duration_ns) noexcept override;
   void complete(int64_t ticket, const char* error) noexcept override;
 
   // After shutdown(): the transport still holds operations back and may complete them into this object, which must not
@@ -74,10 +75,10 @@ class Engine::Loop final : public CompletionSink {
 
  private:
   struct Event {
-    enum class Kind { kBegin, kReady, kBegan, kQueued, kComplete };
+    enum class Kind { kBegin, kReady, kBegan, kQueued, kTimed, kComplete };
     Kind kind = Kind::kBegin;
     int64_t subject = 0;  // of kReady the tensor, of a transport's events the ticket
-    int64_t time_ns = 0;  // of kBegan and kComplete
+    int64_t time_ns = 0;  // of kBegan and kComplete; of kTimed the duration
     std::optional<std::string> error{};
     std::shared_ptr<const FollowedPlan> plan{};  // of kBegin
   };

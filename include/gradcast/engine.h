@@ -42,6 +42,7 @@ struct BlockRecord {
   int64_t due_ns = 0;     // it was ready and no earlier block was in its way
   int64_t launch_ns = 0;  // handed to the transport
   int64_t finish_ns = 0;  // completed
+  int64_t device_ns = 0;  // a duration: on the device that carried it, by its clock, where the transport tells
 };
 
 struct IterationRecord {

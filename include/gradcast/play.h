@@ -9,6 +9,12 @@
 // point its clock becomes max(clock + compute since the last need point, arrival) + update. Hook mode: forward starts
 // at max(B, last finish) + all updates and never waits.
 //
+// The optimizer's step runs in parts: forward that comes to a tensor which had not arrived at the last part updates all
+// that has arrived by then, and each part but the first costs part_ns on its clock. A host that runs ahead of its device
+// needs host_step_ns + host_part_ns per further part + host_block_ns per block for an iteration; the slower of the two
+// decides. Its parts are those of a host that is not ahead where its step begins. One that is sees fewer arrivals and
+// makes more parts, but has the time for them.
+//
 // Thread safety: pure; any thread.
 #pragma once
 
@@ -37,7 +43,9 @@ struct Timeline {
   std::vector<TensorTimes> tensors;  // as in the profile
   double forward_start_ns = 0;
   double iteration_ns = 0;  // from the start of backward to the end of the next forward
-  double exposed_ns = 0;    // iteration_ns less backward, forward and updates: what communication costs
+  double exposed_ns = 0;    // what communication costs: waits of forward, and parts of the optimizer's step
+  double host_ns = 0;       // the host's own work, where it runs ahead of a device
+  int32_t parts = 0;        // of the optimizer's step
 };
 
 // REQUIRES: check_plan(plan, profile) passed. Throws Error{kInvalidLink} if `link` lacks a kind of operation of the

@@ -37,7 +37,12 @@ struct Profile {
   double backward_ns = 0;
   std::vector<Tensor> tensors;  // urgency order
   LinkModel link;               // without any kind of operation where the network is not known yet
-  std::string extra_json{};     // unknown fields of the JSON object, kept; "" if none
+  double part_ns = 0;  // of each part of the optimizer's step beyond the first, on the device that runs forward
+  // Of the thread that trains, where it gives its work to a device and runs ahead of it; all 0 where it computes itself.
+  double host_step_ns = 0;   // its own work in an iteration with one part, blocks left out
+  double host_part_ns = 0;   // for each part beyond the first
+  double host_block_ns = 0;  // for each block
+  std::string extra_json{};  // unknown fields of the JSON object, kept; "" if none
 
   bool operator==(const Profile&) const = default;
 };

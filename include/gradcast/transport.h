@@ -1,6 +1,6 @@
 // A transport carries blocks between ranks. The engine starts operations, and the transport reports one completion for
 // each. If a device does the work, the transport reports two more events before that: the device has written the bytes
-// (began), and it will end the operation without the host (queued).
+// (began), and it will end the operation without the host (queued). It may also report the device's own time (timed).
 //
 // Only plain data crosses this interface, and no exception does: the transport for torch is compiled on the user's
 // machine, by another compiler than the one that built the engine. Any change of Operation, CompletionSink or Transport
@@ -19,7 +19,7 @@
 namespace gradcast {
 
 // The name of the Python capsule that hands a Transport* from the module that made it to the one that runs the engine.
-inline constexpr const char* kTransportCapsule = "gradcast.Transport.3";
+inline constexpr const char* kTransportCapsule = "gradcast.Transport.4";
 
 enum class Element { kFloat32, kFloat64, kBFloat16 };
 
@@ -53,6 +53,8 @@ class CompletionSink {
   // The rest of the operation is in a device's queue, so work that is queued behind it needs no wait on the host. At
   // most once, before the completion; ignored afterwards.
   virtual void queued(int64_t ticket) noexcept = 0;
+  // So long the device has carried the operation, by its own clock. At most once, before the completion.
+  virtual void timed(int64_t /*ticket*/, int64_t /*duration_ns*/) noexcept {}
   // Exactly once. `error` is nullptr after success, otherwise a message that is copied before the call returns.
   virtual void complete(int64_t ticket, const char* error) noexcept = 0;
 

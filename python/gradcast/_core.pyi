@@ -138,6 +138,10 @@ class Profile:
         tensors: Sequence[Tensor],
         world_size: int = 1,
         link: LinkModel | None = None,
+        part_ns: float = 0.0,
+        host_step_ns: float = 0.0,
+        host_part_ns: float = 0.0,
+        host_block_ns: float = 0.0,
         extra: dict[str, Any] = ...,
     ) -> None: ...
     name: Final[str]
@@ -145,6 +149,10 @@ class Profile:
     forward_ns: Final[float]
     backward_ns: Final[float]
     tensors: Final[tuple[Tensor, ...]]
+    part_ns: Final[float]
+    host_step_ns: Final[float]
+    host_part_ns: Final[float]
+    host_block_ns: Final[float]
     link: Final[LinkModel | None]
     extra: Final[dict[str, Any]]
     def replace(self, **changes: Any) -> Profile: ...
@@ -236,6 +244,8 @@ class Timeline:
     forward_start_ns: Final[float]
     iteration_ns: Final[float]
     exposed_ns: Final[float]
+    host_ns: Final[float]
+    parts: Final[int]
 
 def play(profile: Profile, link: LinkModel, plan: Plan) -> Timeline:
     """Returns the launch and finish of each block, the waits of forward, and the iteration time under the plan.
@@ -300,6 +310,7 @@ class BlockRecord:
     due_ns: Final[int]  # it was ready, and no earlier block was pending
     launch_ns: Final[int]
     finish_ns: Final[int]
+    device_ns: Final[int]  # a duration, by the clock of the device that carried it; 0 where it was not timed
 
 @final
 class IterationRecord:

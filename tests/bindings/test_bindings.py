@@ -225,7 +225,7 @@ def test_objects_show_what_they_hold(profile):
     )
     assert "pieces=(LinkPiece(" in repr(profile.link)
     assert "op='all_reduce', buffer=0, ranges=((0, 4),)" in repr(gradcast.Block(ranges=[(0, 4)]))
-    assert repr(gradcast.load_profile("resnet50")).endswith("tensors=<107 of them>)")
+    assert ", tensors=<107 of them>, part_ns=0.0," in repr(gradcast.load_profile("resnet50"))
     assert repr(gradcast.make_plan(profile, profile.link)).startswith("Plan(policy='forecast', mode='overlap', ")
 
 

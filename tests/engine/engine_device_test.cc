@@ -121,6 +121,27 @@ TEST(EngineOnDevice, TheTimeOfALinkThatIsNeverIdleGrowsWithEachIteration) {
   EXPECT_TRUE(engine.wait_all(kPatienceNs));
 }
 
+TEST(EngineOnDevice, TheDevicesOwnTimesAreRecorded) {
+  BusyEngine fixture(2, 2);
+  Engine& engine = fixture.engine;
+  ASSERT_TRUE(fixture.transport.await_started(2));
+  fixture.transport.timed(0, 20'000);
+  fixture.transport.complete(0);
+  fixture.transport.queued(1);
+  ASSERT_TRUE(engine.wait_all(kPatienceNs, Progress::kQueued));
+  fixture.begin_with_all();
+  fixture.transport.timed(1, 30'000);  // of the last iteration
+  fixture.transport.complete(1);
+  for (const int64_t ticket : {0, -1, 7}) {
+    fixture.transport.timed(ticket, 5);  // too late, or never started
+  }
+  ASSERT_TRUE(engine.wait(Tensors{}, kPatienceNs));
+  const std::vector<BlockRecord> blocks = engine.timeline().front().blocks;
+  EXPECT_EQ(blocks[0].device_ns, 20'000);
+  EXPECT_EQ(blocks[1].device_ns, 30'000);
+  EXPECT_EQ(engine.timeline().back().blocks[0].device_ns, 0);
+}
+
 TEST(EngineOnDevice, WhatEndsWhileAnIterationBeginsIsOfTheLastOne) {
   constexpr int64_t kIterations = 3000;
   HandEngine fixture(1, 1, HandEngine::Manner::kByHand, {.timeline_iterations = 1});

@@ -72,6 +72,7 @@ class HandTransport final : public Transport {
   }
   void began(int64_t ticket) { sink_.load()->began(ticket); }
   void queued(int64_t ticket) { sink_.load()->queued(ticket); }
+  void timed(int64_t ticket, int64_t duration_ns) { sink_.load()->timed(ticket, duration_ns); }
   // Completes an operation that may, or may not, have been started.
   void complete(int64_t ticket, const char* error = nullptr) {
     {

@@ -29,17 +29,33 @@ class FakeDevice {
   void clear() {
     const std::lock_guard lock(mutex_);
     streams_.clear();
+    now_us_ = 0;
+  }
+  // The device's clock, which the test moves.
+  void set_clock(double now_us) {
+    const std::lock_guard lock(mutex_);
+    now_us_ = now_us;
+  }
+  double clock() {
+    const std::lock_guard lock(mutex_);
+    return now_us_;
+  }
+  // When the stream has passed the place, which it was given at `given_us`.
+  double passed_us(const Place& place, double given_us) {
+    const std::lock_guard lock(mutex_);
+    return std::max(given_us, passed_us_locked(place));
   }
   size_t add_kernel(c10::StreamId stream) { return add(stream, {}); }
   void finish(c10::StreamId stream, size_t kernel) {
     const std::lock_guard lock(mutex_);
     streams_[stream][kernel].finished = true;
+    streams_[stream][kernel].finished_us = now_us_;
   }
   Place end_of(c10::StreamId stream) {
     const std::lock_guard lock(mutex_);
     return {stream, streams_[stream].size()};
   }
-  void add_wait(c10::StreamId stream, Place place) { add(stream, {false, place}); }
+  void add_wait(c10::StreamId stream, Place place) { add(stream, {.waits_for = place}); }
   bool is_past(Place place) {
     const std::lock_guard lock(mutex_);
     return is_past_locked(place);
@@ -48,7 +64,8 @@ class FakeDevice {
  private:
   struct Entry {
     bool finished = false;
-    std::optional<Place> waits_for;
+    double finished_us = 0;
+    std::optional<Place> waits_for{};
   };
 
   size_t add(c10::StreamId stream, Entry entry) {
@@ -63,8 +80,24 @@ class FakeDevice {
         [&](const Entry& each) { return each.waits_for ? is_past_locked(*each.waits_for) : each.finished; });
   }
 
+  double passed_us_locked(const Place& place) {
+    double passed_us = 0;
+    for (size_t i = 0; i < place.second; ++i) {
+      const Entry& each = streams_[place.first][i];
+      passed_us = std::max(passed_us, each.waits_for ? passed_us_locked(*each.waits_for) : each.finished_us);
+    }
+    return passed_us;
+  }
+
   std::mutex mutex_;
   std::map<c10::StreamId, std::vector<Entry>> streams_;
+  double now_us_ = 0;
+};
+
+struct FakeEvent {
+  FakeDevice::Place place;
+  double given_us;
+  bool has_time;  // CUDA's events have none unless they are made with it
 };
 
 FakeDevice fake;
@@ -73,6 +106,7 @@ thread_local c10::StreamId current_stream = 0;
 thread_local c10::DeviceIndex current_device = 0;
 std::atomic<int> calls_from_device_0 = 0;
 std::atomic<int> records = 0;
+std::vector<bool> priorities;  // of the streams from the pool
 std::mutex asked_mutex;
 std::vector<const void*> asked;  // events, by each query
 
@@ -88,33 +122,38 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
   c10::DeviceIndex deviceCount() const noexcept override { return 2; }
   c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool has_high_priority) const override {
     static c10::StreamId last = 0;
+    priorities.push_back(has_high_priority);
     return stream(++last);
   }
   c10::Stream exchangeStream(c10::Stream next) const override {
     return stream(std::exchange(current_stream, next.id()));
   }
-  void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag flag) const override {
     come_back();
     ++records;
-    if (*event == nullptr) *event = new FakeDevice::Place;
-    *static_cast<FakeDevice::Place*>(*event) = fake.end_of(on.id());
+    if (*event == nullptr) *event = new FakeEvent;
+    *static_cast<FakeEvent*>(*event) = {fake.end_of(on.id()), fake.clock(), flag == c10::EventFlag::BACKEND_DEFAULT};
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    const auto& from = *static_cast<FakeEvent*>(first);
+    const auto& to = *static_cast<FakeEvent*>(second);
+    TORCH_CHECK(from.has_time && to.has_time, "an event has no time");
+    return (fake.passed_us(to.place, to.given_us) - fake.passed_us(from.place, from.given_us)) / 1e3;
   }
   void block(void* event, const c10::Stream& on) const override {
     come_back();
-    if (event != nullptr) fake.add_wait(on.id(), *static_cast<FakeDevice::Place*>(event));
+    if (event != nullptr) fake.add_wait(on.id(), static_cast<FakeEvent*>(event)->place);
   }
   bool queryEvent(void* event) const override {
     {
       const std::lock_guard lock(asked_mutex);
       asked.push_back(event);
     }
-    return event == nullptr || fake.is_past(*static_cast<FakeDevice::Place*>(event));
+    return event == nullptr || fake.is_past(static_cast<FakeEvent*>(event)->place);
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
-    delete static_cast<FakeDevice::Place*>(event);
-  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<FakeEvent*>(event); }
   static c10::Stream stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
 };
 
@@ -123,7 +162,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
 // Starts and ends operations as the transport does, and notes what it is told of them.
 class Checked {
  public:
-  Checked() {
+  Checked(bool has_high_priority, bool times) : stream_(kDevice, {has_high_priority, times}) {
     fake.clear();
     stream_.enter_device();  // as a trainer's thread has
   }
@@ -150,7 +189,9 @@ class Checked {
   bool start(const std::string& name, const Ends& ranges) {
     const bool is_waiting = stream_.wait_for_writes(0, ranges_of(ranges));
     if (is_waiting) stream_.watch(place(name + " began"));
+    auto beginning = stream_.beginning();
     const std::lock_guard lock(mutex_);
+    beginnings_[name] = std::move(beginning);
     starts_[name] = fake.end_of(stream_.stream().id());
     return is_waiting;
   }
@@ -168,7 +209,11 @@ class Checked {
       const std::lock_guard lock(mutex_);
       queued_.push_back(name);
     };
-    stream_.end({0, ranges_of(ranges), enqueue, queued, place(name + " ended")});
+    const auto lasted = [this, name](int64_t duration_ns) {
+      const std::lock_guard lock(mutex_);
+      durations_[name] = duration_ns;
+    };
+    stream_.end({0, ranges_of(ranges), enqueue, queued, place(name + " ended"), beginnings_[name], lasted});
   }
   // False where it is not on its stream yet.
   bool finish_end(const std::string& name) {
@@ -206,6 +251,11 @@ class Checked {
   }
   void give_up() { given_up_ = true; }
   void close() { stream_.close(); }
+  // By name, ns by the device's clock.
+  std::map<std::string, int64_t> durations() {
+    const std::lock_guard lock(mutex_);
+    return durations_;
+  }
   std::vector<std::string> told() {
     const std::lock_guard lock(mutex_);
     return told_;
@@ -229,8 +279,10 @@ class Checked {
   std::atomic<bool> given_up_ = false;
   std::mutex mutex_;
   std::map<std::string, FakeDevice::Place> starts_, ends_;
+  std::map<std::string, gradcast::DeviceStream::Mark> beginnings_;
+  std::map<std::string, int64_t> durations_;
   std::vector<std::string> told_, queued_;
-  gradcast::DeviceStream stream_{kDevice};
+  gradcast::DeviceStream stream_;
 };
 
 }  // namespace
@@ -238,7 +290,8 @@ class Checked {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto released = pybind11::call_guard<pybind11::gil_scoped_release>();
   pybind11::class_<Checked>(m, "Checked")
-      .def(pybind11::init<>())
+      .def(pybind11::init<bool, bool>(), pybind11::arg("has_high_priority") = true, pybind11::arg("times") = false)
+      .def("durations", &Checked::durations)
       .def("expect", &Checked::expect)
       .def("write", &Checked::write, pybind11::arg("lo"), pybind11::arg("hi"), pybind11::arg("stream") = 0)
       .def("compute", &Checked::compute, pybind11::arg("stream") = 0)
@@ -261,6 +314,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         std::make_exception_ptr(c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words)));
   });
   m.def("records", [] { return records.load(); });
+  m.def("set_clock", [](double now_us) { fake.set_clock(now_us); });
+  m.def("priorities", [] { return priorities; });
   m.def("queries", [] {
     const std::lock_guard lock(asked_mutex);
     return asked.size();

@@ -24,8 +24,16 @@ class Alike final : public c10d::Backend {
 
   const std::string getBackendName() const override { return name_; }
 
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    asynchronous.push_back(options.asyncOp);
+    tensors[0].mul_(kRanks);
+    return c10::make_intrusive<Done>();
+  }
+
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                      const c10d::ReduceScatterOptions& /*options*/) override {
+                                                      const c10d::ReduceScatterOptions& options) override {
+    asynchronous.push_back(options.asyncOp);
     const int64_t size = output.numel();
     is_shared = output.data_ptr() == input.narrow(0, kRank * size, size).data_ptr();
     output.copy_(input.narrow(0, kRank * size, size) * kRanks);
@@ -33,7 +41,8 @@ class Alike final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions& /*options*/) override {
+                                                 const c10d::AllgatherOptions& options) override {
+    asynchronous.push_back(options.asyncOp);
     const int64_t size = input.numel();
     is_shared = input.data_ptr() == output.narrow(0, kRank * size, size).data_ptr();
     const at::Tensor own = input.clone();
@@ -46,7 +55,8 @@ class Alike final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
                                                std::vector<int64_t>& /*output_sizes*/,
                                                std::vector<int64_t>& /*input_sizes*/,
-                                               const c10d::AllToAllOptions& /*options*/) override {
+                                               const c10d::AllToAllOptions& options) override {
+    asynchronous.push_back(options.asyncOp);
     const int64_t size = input.numel() / kRanks;
     for (int rank = 0; rank < kRanks; ++rank)
       output.narrow(0, rank * size, size).copy_(input.narrow(0, kRank * size, size));
@@ -54,6 +64,7 @@ class Alike final : public c10d::Backend {
   }
 
   bool is_shared = false;
+  std::vector<bool> asynchronous;  // torch's flag of each operation
 
  private:
   const std::string name_;
@@ -84,6 +95,21 @@ std::pair<at::Tensor, bool> carry(const std::string& backend, bool scatters, int
   return {buffer, alike->is_shared};
 }
 
+// The flags of the operations of each kind, the last one on a narrow wire, and what they leave of elements 0, 1, 2, ...
+std::pair<std::vector<bool>, std::vector<at::Tensor>> carry_all(bool on_current_stream) {
+  using gradcast::RunsOn;
+  const auto alike = c10::make_intrusive<Alike>("nccl");
+  const auto group = group_of(alike);
+  const RunsOn runs_on = on_current_stream ? RunsOn::kCurrentStream : RunsOn::kOwnStream;
+  std::vector<at::Tensor> left;
+  const auto buffer = [&] { return left.emplace_back(torch::arange(6, torch::kFloat)); };
+  const std::vector<std::pair<int64_t, int64_t>> ranges = {{4, 12}, {16, 20}};
+  for (const gradcast::Op op : {gradcast::Op::kAllReduce, gradcast::Op::kReduceScatter, gradcast::Op::kAllGather})
+    gradcast::start_collective(*group, op, views_of(buffer(), ranges), runs_on).unpack();
+  gradcast::start_wire_all_reduce_on_stream(*group, views_of(buffer(), ranges), at::kBFloat16, runs_on).unpack();
+  return {alike->asynchronous, left};
+}
+
 // Sums these ranges of the buffer as 16-bit numbers.
 void sum_narrow(const at::Tensor& buffer, const std::vector<std::pair<int64_t, int64_t>>& ranges, at::ScalarType wire) {
   const auto group = group_of(c10::make_intrusive<Alike>("nccl"));
@@ -94,5 +120,6 @@ void sum_narrow(const at::Tensor& buffer, const std::vector<std::pair<int64_t, i
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("carry", carry);
+  module.def("carry_all", carry_all);
   module.def("sum_narrow", sum_narrow);
 }

@@ -1,6 +1,7 @@
 #include "gradcast/play.h"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "cost/problem.h"
@@ -76,18 +77,44 @@ std::vector<BlockTimes> play_link(const Problem& problem, std::span<const Block>
 }
 
 // Forward in overlap mode: the clock only ever stands still for the tensor that it has reached. problem.need_ns counts
-// the updates of more urgent tensors as work, so the work between two reads is the difference of their needs.
+// the updates of more urgent tensors as work, so the work between two reads is the difference of their needs. Tensors
+// that are read together are updated together.
 void play_forward(const Problem& problem, Timeline& timeline) {
   double clock_ns = problem.backward_ns;
   double need_ns = 0;
+  double updated_ns = -1;       // when the last part ran
+  double updated_need_ns = -1;  // for which read
   for (int32_t i = 0; i < problem.tensor_count(); ++i) {
     TensorTimes& tensor = timeline.tensors[i];
     tensor.read_ns = clock_ns + (problem.need_ns[i] - need_ns);
     tensor.wait_ns = std::max(0.0, tensor.arrival_ns - tensor.read_ns);
     clock_ns = std::max(tensor.read_ns, tensor.arrival_ns);
     need_ns = problem.need_ns[i];
+    if (tensor.arrival_ns <= updated_ns) continue;
+    updated_ns = clock_ns;
+    if (need_ns == updated_need_ns) continue;
+    updated_need_ns = need_ns;
+    if (timeline.parts++ > 0) clock_ns += problem.part_ns;
   }
   timeline.iteration_ns = clock_ns + (problem.forward_ns - need_ns);
+}
+
+// The parts that a host makes which is the slower one: it begins its step with nothing left for the device to do, goes
+// through both passes at its own pace, and waits for nothing.
+int64_t parts_of_slow_host(const Problem& problem, const Timeline& timeline) {
+  const double passes_ns = problem.backward_ns + problem.forward_ns;
+  const double pace = passes_ns > 0 ? std::min(1.0, problem.host_step_ns / passes_ns) : 1.0;
+  double clock_ns = pace * problem.backward_ns + problem.host_block_ns * static_cast<double>(timeline.blocks.size());
+  double need_ns = 0;
+  double updated_ns = -1;
+  int64_t parts = 0;
+  for (int32_t i = 0; i < problem.tensor_count(); ++i) {
+    clock_ns += pace * (problem.need_ns[i] - std::exchange(need_ns, problem.need_ns[i]));
+    if (timeline.tensors[i].arrival_ns <= updated_ns) continue;
+    if (parts++ > 0) clock_ns += problem.host_part_ns;
+    updated_ns = std::max(clock_ns, timeline.tensors[i].arrival_ns);
+  }
+  return parts;
 }
 
 // Forward in hook mode: it starts when everything has arrived and is updated, and runs through.
@@ -96,6 +123,7 @@ void play_hook_forward(const Problem& problem, Timeline& timeline) {
   for (const BlockTimes& block : timeline.blocks) {
     updated_ns = std::max(updated_ns, block.finish_ns);
   }
+  timeline.parts = 1;
   timeline.iteration_ns = updated_ns + problem.forward_ns;
   for (const double update_ns : problem.update_ns) {
     updated_ns += update_ns;
@@ -128,6 +156,9 @@ Timeline play(const Problem& problem, std::span<const Block> blocks) {
     play_hook_forward(problem, timeline);
   }
   timeline.exposed_ns = timeline.iteration_ns - problem.backward_ns - problem.forward_ns;
+  const int64_t parts = problem.mode == Mode::kHook ? 1 : parts_of_slow_host(problem, timeline);
+  timeline.host_ns = problem.host_ns(parts, std::ssize(blocks));
+  timeline.iteration_ns = std::max(timeline.iteration_ns, timeline.host_ns);
   return timeline;
 }
 

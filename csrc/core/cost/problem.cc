@@ -20,6 +20,10 @@ Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, i
   problem.in_flight = in_flight;
   problem.link = link;
   problem.backward_ns = profile.backward_ns;
+  problem.part_ns = profile.part_ns;
+  problem.host_step_ns = profile.host_step_ns;
+  problem.host_part_ns = profile.host_part_ns;
+  problem.host_block_ns = profile.host_block_ns;
   problem.buffers = buffers_of(profile);
   const size_t count = profile.tensors.size();
   for (auto* times : {&problem.ready_ns, &problem.need_ns, &problem.update_ns}) {
@@ -44,6 +48,11 @@ Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, i
     }
   }
   problem.forward_ns = profile.forward_ns + updates_ns;
+  return problem;
+}
+
+Problem without_host(Problem problem) {
+  problem.part_ns = problem.host_step_ns = problem.host_part_ns = problem.host_block_ns = 0;
   return problem;
 }
 

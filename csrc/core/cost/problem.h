@@ -6,7 +6,8 @@
 //   need_ns (q in docs/internals/planner.md): the forward work that precedes tensor i's read, updates of more urgent tensors included;
 //   all 0 in hook mode, where everything is needed before forward starts.
 //   forward_ns (F): forward and all updates.
-// With them a plan's iteration time is max(B + F, max over i of arrival[i] + F - need[i]) in both modes.
+// With them a plan's iteration time is max(B + F, max over i of arrival[i] + F - need[i]) in both modes, if parts of the
+// optimizer's step and the host cost nothing.
 //
 // Thread safety: pure; any thread.
 #pragma once
@@ -30,6 +31,10 @@ struct Problem {
   LinkModel link;
   double backward_ns = 0;
   double forward_ns = 0;
+  double part_ns = 0;  // these four as in Profile
+  double host_step_ns = 0;
+  double host_part_ns = 0;
+  double host_block_ns = 0;
   int64_t total_bytes = 0;
 
   // By tensor, in urgency order.
@@ -46,12 +51,20 @@ struct Problem {
   int32_t buffer_count() const { return static_cast<int32_t>(buffers.size()); }
   int64_t element_bytes(int32_t tensor) const { return buffers[buffer[tensor]].element_bytes; }
   Range range_of(int32_t tensor) const { return {offset_bytes[tensor], offset_bytes[tensor] + bytes[tensor]}; }
+  // Blocks and parts cost more than the network's time, so a plan of fewer may be faster.
+  bool has_part_costs() const { return part_ns > 0 || host_part_ns > 0 || host_block_ns > 0; }
+  // The host's own work with so many parts and blocks.
+  double host_ns(int64_t parts, int64_t blocks) const {
+    return host_step_ns + host_part_ns * static_cast<double>(parts - 1) + host_block_ns * static_cast<double>(blocks);
+  }
   // The time at which the last read may end for an iteration of `iteration_ns`: d[i] in docs/internals/planner.md.
   double deadline_ns(int32_t tensor, double iteration_ns) const { return iteration_ns - forward_ns + need_ns[tensor]; }
 };
 
 // Checks profile and link, then builds. Throws Error.
 Problem make_problem(const Profile& profile, const LinkModel& link, Mode mode, int32_t in_flight);
+// The problem of the network alone: parts, blocks and the host cost nothing.
+Problem without_host(Problem problem);
 
 // Calls use(tensor) for each tensor that a block touches, once per range.
 template <typename Use>

@@ -274,6 +274,12 @@ std::string to_text(const Json& object, const char* rows) {
   return text + "\n}\n";
 }
 
+// Of a profile; 0 where they are absent.
+constexpr std::pair<const char*, double Profile::*> kPartTimes[] = {{"part_ns", &Profile::part_ns},
+                                                                    {"host_step_ns", &Profile::host_step_ns},
+                                                                    {"host_part_ns", &Profile::host_part_ns},
+                                                                    {"host_block_ns", &Profile::host_block_ns}};
+
 constexpr int32_t kInFlightMax = 1'000'000;
 constexpr double kPredictionMaxNs = 1e300;
 
@@ -435,6 +441,9 @@ Profile profile_from_json(std::string_view text) {
   if (const Json* link = fields.find("link"); link != nullptr && !(link->is_object() && link->empty())) {
     profile.link = link_from(*link, "link");
   }
+  for (const auto& [name, time_ns] : kPartTimes) {
+    profile.*time_ns = fields.number(name, 0, kTimeMaxNs, 0);
+  }
   profile.extra_json = fields.rest();
   check_profile(profile);
   sort_by_urgency(profile);
@@ -450,6 +459,11 @@ std::string to_json(const Profile& profile) {
                {"tensors", list_of(profile.tensors)}};
   if (profile.link != LinkModel{}) {
     json["link"] = json_of(profile.link);
+  }
+  for (const auto& [name, time_ns] : kPartTimes) {
+    if (profile.*time_ns != 0) {
+      json[name] = whole_ns(profile.*time_ns);
+    }
   }
   add_rest(json, profile.extra_json);
   return to_text(json, "tensors");

@@ -66,6 +66,10 @@ void check_profile(const Profile& profile) {
   }
   check_time([] { return std::string("forward_ns"); }, profile.forward_ns, kTimeMaxNs, kLongest);
   check_time([] { return std::string("backward_ns"); }, profile.backward_ns, kTimeMaxNs, kLongest);
+  check_time([] { return std::string("part_ns"); }, profile.part_ns, kTimeMaxNs, kLongest);
+  check_time([] { return std::string("host_step_ns"); }, profile.host_step_ns, kTimeMaxNs, kLongest);
+  check_time([] { return std::string("host_part_ns"); }, profile.host_part_ns, kTimeMaxNs, kLongest);
+  check_time([] { return std::string("host_block_ns"); }, profile.host_block_ns, kTimeMaxNs, kLongest);
   if (profile.tensors.empty()) {
     refuse("tensors is empty; a profile has at least one tensor");
   }

@@ -87,9 +87,8 @@ double chain_bound_ns(const Problem& problem, const LinkLine& line, const std::v
   return bound_ns;
 }
 
-}  // namespace
-
-Bound bound(const Problem& problem, bool any_op) {
+// Of the network alone.
+Bound network_bound(const Problem& problem, bool any_op) {
   const bool nested = is_nested(problem);
   const auto plain_ns = [&](const LinkLine& line) {
     return nested ? plain_bound_ns(enlarged_chain(problem, candidate_orders(problem)[0], linear_cost(line)))
@@ -116,6 +115,18 @@ Bound bound(const Problem& problem, bool any_op) {
     bound.best_ns = chain_bound_ns(problem, line, orders, bound.best_ns);
   }
   bound.exact = !any_op && has_exact_plan(problem);
+  return bound;
+}
+
+}  // namespace
+
+// Parts, blocks and a host only ever add time to a plan, and every plan has one part and one block.
+Bound bound(const Problem& problem, bool any_op) {
+  Bound bound = network_bound(problem, any_op);
+  const double host_ns = problem.host_ns(1, 1);
+  bound.plain_ns = std::max(bound.plain_ns, host_ns);
+  bound.best_ns = std::max(bound.best_ns, host_ns);
+  bound.exact = bound.exact && !problem.has_part_costs();
   return bound;
 }
 

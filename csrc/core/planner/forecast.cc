@@ -20,6 +20,10 @@ constexpr double kExactTolerance = 1e-7;
 // Allowed loss of an exact plan by cuts at whole elements.
 constexpr double kElementTolerance = 8e-7;
 
+// Where parts and blocks cost more than the network's time: what the plans of fewer blocks, of which one may be faster,
+// may lose on the network.
+constexpr double kFewerBlocksTolerances[] = {0.02, 0.05, 0.1, 0.2, 0.4};
+
 // The fewest blocks within the tolerance of `optimum_ns`, and with that many the best plan. REQUIRES: a linear cost.
 std::vector<TimeSlot> fewest_slots(const Chain& chain, double optimum_ns, double block_tolerance) {
   const double allowed_ns = optimum_ns * (1 + std::max(block_tolerance, kExactTolerance));
@@ -160,6 +164,10 @@ Candidate robust_plan(const Problem& problem, const ForecastOptions& options) {
   return plans[std::min_element(ratios.begin(), ratios.end()) - ratios.begin()];
 }
 
+Candidate network_plan(const Problem& problem, const ForecastOptions& options) {
+  return options.uncertainty > 0 ? robust_plan(problem, options) : plan_for(problem, options, options.effort);
+}
+
 }  // namespace
 
 std::vector<Block> forecast(const Problem& problem, const ForecastOptions& options) {
@@ -167,7 +175,17 @@ std::vector<Block> forecast(const Problem& problem, const ForecastOptions& optio
     throw Error(ErrorCode::kInvalidOption,
                 "whole_tensors is for hook mode: in overlap mode nothing limits blocks to whole tensors");
   }
-  return (options.uncertainty > 0 ? robust_plan(problem, options) : plan_for(problem, options, options.effort)).blocks;
+  const Problem network = without_host(problem);
+  Fastest fastest(problem);
+  fastest.consider(network_plan(network, options).blocks);
+  for (const double tolerance : kFewerBlocksTolerances) {
+    if (!problem.has_part_costs() || tolerance <= options.block_tolerance) continue;
+    ForecastOptions fewer = options;
+    fewer.block_tolerance = tolerance;
+    fewer.effort /= static_cast<double>(std::size(kFewerBlocksTolerances));
+    fastest.consider(network_plan(network, fewer).blocks);
+  }
+  return fastest.best().blocks;
 }
 
 }  // namespace gradcast

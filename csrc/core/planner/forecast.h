@@ -6,6 +6,9 @@
 // Elsewhere chains of enlarged and shrunk windows give bounds and plans, the policies of the literature give more, and
 // a bounded search improves them; the result is never worse than any of those policies with their defaults.
 //
+// All this is about the network. Where parts of the optimizer's step, or a host that gives a device its work, cost time,
+// plans of fewer blocks are made, too, and play decides.
+//
 // Source: ours; docs/internals/planner.md has the statement, the proof and the evidence. Thread safety: pure; any thread.
 #pragma once
 

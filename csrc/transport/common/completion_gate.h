@@ -44,6 +44,10 @@ class CompletionGate {
     MutexLock lock(mutex_);
     if (tickets_.contains(ticket) && sink_ != nullptr) sink_->queued(ticket);
   }
+  void timed(int64_t ticket, int64_t duration_ns) noexcept GC_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    if (tickets_.contains(ticket) && sink_ != nullptr) sink_->timed(ticket, duration_ns);
+  }
   void complete(int64_t ticket, const char* error) noexcept GC_EXCLUDES(mutex_) {
     MutexLock lock(mutex_);
     if (tickets_.erase(ticket) == 0) return;

@@ -65,6 +65,7 @@ struct C10dTransport::Flight {
   bool is_nccl;
   std::shared_ptr<CompletionGate> gate;
   Collective collective;
+  DeviceStream::Mark beginning;
 
   void complete(const std::exception_ptr& exception) const noexcept {
     if (exception == nullptr) {
@@ -100,13 +101,20 @@ struct C10dTransport::Flight {
     };
     const auto queued = [flight] { flight->gate->queued(flight->ticket); };
     const auto given_up = [flight] { return flight->gate->aborted(); };
-    stream.end({flight->buffer, flight->ranges, enqueue, queued, {given_up, passed}});
+    const auto lasted = [flight](int64_t duration_ns) { flight->gate->timed(flight->ticket, duration_ns); };
+    stream.end({flight->buffer, flight->ranges, enqueue, queued, {given_up, passed}, flight->beginning, lasted});
   }
 };
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
-                             const std::string& wire, const std::vector<int>& host_of)
-    : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()), wire_(wire_of(wire)) {
+                             const std::string& wire, const std::vector<int>& host_of, RunsOn runs_on,
+                             DeviceStream::Settings settings)
+    : group_(std::move(group)),
+      rank_(group_->getRank()),
+      world_size_(group_->getSize()),
+      wire_(wire_of(wire)),
+      runs_on_(runs_on),
+      settings_(settings) {
   for (const at::Tensor& tensor : buffers) {
     buffers_.push_back(make_buffer(tensor));
     extents_.push_back({static_cast<int64_t>(tensor.nbytes()), static_cast<int64_t>(tensor.element_size())});
@@ -144,7 +152,7 @@ C10dTransport::Buffer C10dTransport::make_buffer(const at::Tensor& tensor) const
   for (const Buffer& other : buffers_) {
     if (other.tensor.device() == device) buffer.stream = other.stream;
   }
-  if (buffer.stream == nullptr) buffer.stream = std::make_shared<DeviceStream>(device);
+  if (buffer.stream == nullptr) buffer.stream = std::make_shared<DeviceStream>(device, settings_);
   return buffer;
 }
 
@@ -196,19 +204,21 @@ void C10dTransport::launch(const Operation& operation) {
     guard.reset_stream(buffer.stream->stream());
   }
   const RangeViews views(buffer.tensor, ranges);
-  const auto flight = std::make_shared<Flight>(
-      operation.ticket, operation.buffer, std::vector<Range>(ranges.begin(), ranges.end()),
-      failure_text(operation, rank_, world_size_, buffer.backend), buffer.backend == "nccl", gate_, Collective{});
+  const auto flight =
+      std::make_shared<Flight>(operation.ticket, operation.buffer, std::vector<Range>(ranges.begin(), ranges.end()),
+                               failure_text(operation, rank_, world_size_, buffer.backend), buffer.backend == "nccl",
+                               gate_, Collective{}, nullptr);
+  if (buffer.stream != nullptr) flight->beginning = buffer.stream->beginning();
   if (buffer.stream != nullptr && goes_as_messages(operation, buffer)) {
     const auto type = wire_ == Encoding::kBFloat16 ? c10::kBFloat16 : c10::kHalf;
-    flight->collective = start_wire_all_reduce_on_stream(*group_, views, type);
+    flight->collective = start_wire_all_reduce_on_stream(*group_, views, type, runs_on_);
   } else if (goes_as_messages(operation, buffer)) {
     wire_worker_->start({buffer.tensor, buffer.residual, flight->ranges, wire_, buffer.segments},
                         [flight](const std::exception_ptr& exception) { flight->complete(exception); });
     return;
   } else {
     flight->collective = wire_worker_ ? wire_worker_->start_collective(operation.op, views)
-                                      : start_collective(*group_, operation.op, views);
+                                      : start_collective(*group_, operation.op, views, runs_on_);
   }
   const auto future = flight->collective.work->getFuture();
   // A backend keeps a work alive while it runs. Without a stream the flight must not own the work as well, which would

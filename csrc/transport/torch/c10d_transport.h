@@ -28,6 +28,7 @@
 #include "gradcast/transport.h"
 #include "transport/common/completion_gate.h"
 #include "transport/common/host_memory.h"
+#include "transport/torch/collective.h"
 #include "transport/torch/device_stream.h"
 #include "transport/torch/wire_pieces.h"
 #include "transport/torch/wire_worker.h"
@@ -41,8 +42,10 @@ class C10dTransport final : public Transport {
   // not flat and contiguous, for a group without a backend for a buffer's device, for a wire format that is unknown or
   // not available on a buffer's device, and for hosts with differently many ranks. REQUIRES: nobody else uses `group`
   // while the transport lives.
+  // `runs_on`, `settings`: of the blocks of buffers on a device.
   C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& buffers,
-                const std::string& wire, const std::vector<int>& host_of);
+                const std::string& wire, const std::vector<int>& host_of, RunsOn runs_on = RunsOn::kOwnStream,
+                DeviceStream::Settings settings = {});
   ~C10dTransport() override;  // abort() and close()
 
   int32_t rank() const noexcept override { return rank_; }
@@ -98,6 +101,8 @@ class C10dTransport final : public Transport {
   const int32_t rank_;
   const int32_t world_size_;
   const Encoding wire_;
+  const RunsOn runs_on_;
+  const DeviceStream::Settings settings_;
   std::vector<Buffer> buffers_;
   std::vector<Extent> extents_;              // of the buffers
   std::shared_ptr<WireWorker> wire_worker_;  // nullptr with fp32 on one level

@@ -20,32 +20,42 @@ namespace {
 
 using Work = c10::intrusive_ptr<c10d::Work>;
 
+template <typename Options>
+Options options_for(RunsOn runs_on) {
+  Options options;
+  options.asyncOp = runs_on == RunsOn::kOwnStream;
+  return options;
+}
+
 // torch 2.15 has new names for two collectives and warns of the old ones.
 template <typename Group>
-Work scatter(Group& group, at::Tensor& output, at::Tensor& input) {
-  if constexpr (requires { group.reduce_scatter_single(output, input); }) {
-    return group.reduce_scatter_single(output, input);
+Work scatter(Group& group, at::Tensor& output, at::Tensor& input, RunsOn runs_on) {
+  const auto options = options_for<c10d::ReduceScatterOptions>(runs_on);
+  if constexpr (requires { group.reduce_scatter_single(output, input, options); }) {
+    return group.reduce_scatter_single(output, input, options);
   } else {
-    return group._reduce_scatter_base(output, input);
+    return group._reduce_scatter_base(output, input, options);
   }
 }
 
 template <typename Group>
-Work gather(Group& group, at::Tensor& output, at::Tensor& input) {
-  if constexpr (requires { group.all_gather_single(output, input); }) {
-    return group.all_gather_single(output, input);
+Work gather(Group& group, at::Tensor& output, at::Tensor& input, RunsOn runs_on = RunsOn::kOwnStream) {
+  const auto options = options_for<c10d::AllgatherOptions>(runs_on);
+  if constexpr (requires { group.all_gather_single(output, input, options); }) {
+    return group.all_gather_single(output, input, options);
   } else {
-    return group._allgather_base(output, input);
+    return group._allgather_base(output, input, options);
   }
 }
 
 template <typename Group>
-Work all_to_all(Group& group, at::Tensor& output, at::Tensor& input) {
+Work all_to_all(Group& group, at::Tensor& output, at::Tensor& input, RunsOn runs_on) {
+  const auto options = options_for<c10d::AllToAllOptions>(runs_on);
   std::vector<int64_t> equal_parts;  // empty means that
-  if constexpr (requires { group.all_to_all_single(output, input, equal_parts, equal_parts); }) {
-    return group.all_to_all_single(output, input, equal_parts, equal_parts);
+  if constexpr (requires { group.all_to_all_single(output, input, equal_parts, equal_parts, options); }) {
+    return group.all_to_all_single(output, input, equal_parts, equal_parts, options);
   } else {
-    return group.alltoall_base(output, input, equal_parts, equal_parts);
+    return group.alltoall_base(output, input, equal_parts, equal_parts, options);
   }
 }
 
@@ -67,10 +77,10 @@ struct Parts {
 };
 
 // Several ranges are summed in a packed copy.
-Collective all_reduce(c10d::ProcessGroup& group, const RangeViews& views) {
+Collective all_reduce(c10d::ProcessGroup& group, const RangeViews& views, RunsOn runs_on) {
   const int64_t size = views.element_count();
   std::vector<at::Tensor> message = {views.in_place() ? views.front() : views.read(0, size, size)};
-  Collective started{group.allreduce(message), nullptr, message};
+  Collective started{group.allreduce(message, options_for<c10d::AllreduceOptions>(runs_on)), nullptr, message};
   if (!views.in_place()) started.unpack = [views, size, sum = message[0]] { views.write(0, size, sum); };
   return started;
 }
@@ -92,29 +102,29 @@ bool shares_memory(c10d::ProcessGroup& group, const RangeViews& views) {
 }
 
 // The sum of this rank's part goes to a tensor of its own where the backend cannot put it into its place.
-Collective reduce_scatter(c10d::ProcessGroup& group, const RangeViews& views) {
-  if (only_pretends_to_scatter(group, views)) return all_reduce(group, views);
+Collective reduce_scatter(c10d::ProcessGroup& group, const RangeViews& views, RunsOn runs_on) {
+  if (only_pretends_to_scatter(group, views)) return all_reduce(group, views, runs_on);
   const int64_t size = views.element_count();
   const Parts parts(group, size);
   const bool fits = views.in_place() && parts.padded_size == size;
   at::Tensor input = fits ? views.front() : views.read(0, size, parts.padded_size);
   const bool shares = shares_memory(group, views);
   at::Tensor output = shares ? parts.own_of(input) : at::empty({parts.size}, input.options());
-  Work work = scatter(group, output, input);
+  Work work = scatter(group, output, input, runs_on);
   if (shares && fits) return {std::move(work), nullptr, {input}};
   return {
       std::move(work), [views, parts, output] { views.write(parts.own.first, parts.own.count(), output); }, {input}};
 }
 
 // Sends a copy of this rank's part, unless the backend can read it where the gathered block will lie.
-Collective all_gather(c10d::ProcessGroup& group, const RangeViews& views) {
+Collective all_gather(c10d::ProcessGroup& group, const RangeViews& views, RunsOn runs_on) {
   const int64_t size = views.element_count();
   const Parts parts(group, size);
   const bool fits = views.in_place() && parts.padded_size == size;
   at::Tensor input = fits && shares_memory(group, views) ? parts.own_of(views.front())
                                                          : views.read(parts.own.first, parts.own.count(), parts.size);
   at::Tensor output = fits ? views.front() : at::empty({parts.padded_size}, input.options());
-  Collective started{gather(group, output, input), nullptr, {input}};
+  Collective started{gather(group, output, input, runs_on), nullptr, {input}};
   if (!fits) started.unpack = [views, size, output] { views.write(0, size, output); };
   return started;
 }
@@ -134,28 +144,29 @@ std::exception_ptr failure_of(c10d::Work& work, bool is_nccl) {
   }
 }
 
-Collective start_collective(c10d::ProcessGroup& group, Op op, const RangeViews& views) {
+Collective start_collective(c10d::ProcessGroup& group, Op op, const RangeViews& views, RunsOn runs_on) {
   switch (op) {
     case Op::kAllReduce:
-      return all_reduce(group, views);
+      return all_reduce(group, views, runs_on);
     case Op::kReduceScatter:
-      return reduce_scatter(group, views);
+      return reduce_scatter(group, views, runs_on);
     case Op::kAllGather:
-      return all_gather(group, views);
+      return all_gather(group, views, runs_on);
   }
   TORCH_CHECK(false, "unknown kind of operation ", static_cast<int>(op));
 }
 
-Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const RangeViews& views, c10::ScalarType wire) {
+Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const RangeViews& views, c10::ScalarType wire,
+                                           RunsOn runs_on) {
   const int64_t size = views.element_count();
   const Parts parts(group, size);
   at::Tensor sent = at::zeros({parts.padded_size}, views.front().options().dtype(wire));
   views.read_into(sent, 0, size);
   at::Tensor received = at::empty_like(sent);
-  all_to_all(group, received, sent)->wait();  // the stream waits, not the host
+  all_to_all(group, received, sent, runs_on)->wait();  // the stream waits, not the host
   at::Tensor sum = received.view({group.getSize(), parts.size}).sum(0, /*keepdim=*/false, at::kFloat).to(wire);
   at::Tensor sums = at::empty_like(sent);
-  Work work = gather(group, sums, sum);
+  Work work = gather(group, sums, sum, runs_on);
   return {std::move(work), [views, size, sums] { views.write(0, size, sums); }, {sum}};
 }
 

@@ -31,13 +31,19 @@ struct Collective {
 // the result with this one.
 std::exception_ptr failure_of(c10d::Work& work, bool is_nccl);
 
+// NCCL's stream for an operation: its communicator's own, which waits for the current one, or the current stream itself,
+// which needs neither that wait nor its events (torch's async_op=False). Other backends know no difference.
+enum class RunsOn : bool { kOwnStream, kCurrentStream };
+
 // Throws what the backend throws, for instance c10::Error for an operation or data type that it does not support.
-Collective start_collective(c10d::ProcessGroup& group, Op op, const RangeViews& views);
+Collective start_collective(c10d::ProcessGroup& group, Op op, const RangeViews& views,
+                            RunsOn runs_on = RunsOn::kOwnStream);
 
 // An all-reduce of fp32 numbers that are sent as `wire` and summed in fp32: all-to-all, sum, all-gather. It is the
 // counterpart of wire_all_reduce.h, which uses messages on the host. REQUIRES: a wait for works of this group lets the
 // current stream wait, not the host.
-Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const RangeViews& views, c10::ScalarType wire);
+Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const RangeViews& views, c10::ScalarType wire,
+                                           RunsOn runs_on = RunsOn::kOwnStream);
 
 // Every rank's `own`, in rank order, into `everyone`, which has room for that.
 c10::intrusive_ptr<c10d::Work> all_gather_flat(c10d::ProcessGroup& group, at::Tensor& everyone, at::Tensor& own);

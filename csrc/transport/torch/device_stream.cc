@@ -23,6 +23,20 @@ StreamPoints::Point watched(const std::shared_ptr<const c10::Event>& event, cons
   return {[event, given_up = point.given_up] { return event->query() || given_up(); }, point.passed};
 }
 
+// Reports the time since the later of the two moments. Events that the device has not passed have no times: those of an
+// operation that was given up.
+void report_duration(const DeviceStream::Ending& ending, const c10::Event* before, const c10::Event& end) {
+  if (ending.beginning == nullptr) return;
+  try {
+    if (!end.query()) return;
+    double duration_ms = ending.beginning->elapsedTime(end);
+    if (before != nullptr) duration_ms = std::min(duration_ms, before->elapsedTime(end));
+    ending.lasted(static_cast<int64_t>(duration_ms * 1e6));
+  } catch (const std::exception&) {
+    return;  // a device that has failed: the end of the operation tells
+  }
+}
+
 int64_t common_bytes(Range one, Range other) {
   return std::min(one.hi_bytes, other.hi_bytes) - std::max(one.lo_bytes, other.lo_bytes);
 }
@@ -30,9 +44,10 @@ int64_t common_bytes(Range one, Range other) {
 }  // namespace
 
 // The thread starts last, when everything it uses exists.
-DeviceStream::DeviceStream(c10::Device device)
+DeviceStream::DeviceStream(c10::Device device, Settings settings)
     : device_(device),
-      stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+      settings_(settings),
+      stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, settings.has_high_priority)),
       end_stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       thread_([this] { loop(); }) {}
 
@@ -141,8 +156,17 @@ void DeviceStream::close() {
   if (thread_.joinable()) thread_.join();
 }
 
-DeviceStream::Mark DeviceStream::recorded_on(const c10::Stream& stream) const {
-  auto event = std::make_shared<c10::Event>(device_.type());
+DeviceStream::Mark DeviceStream::beginning() const {
+  return settings_.times ? recorded_on(stream_, end_flag()) : nullptr;
+}
+
+// Of events with times, which cost more than those without.
+c10::EventFlag DeviceStream::end_flag() const {
+  return settings_.times ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+}
+
+DeviceStream::Mark DeviceStream::recorded_on(const c10::Stream& stream, c10::EventFlag flag) const {
+  auto event = std::make_shared<c10::Event>(device_.type(), flag);
   event->record(stream);
   return event;
 }
@@ -193,12 +217,14 @@ void DeviceStream::put_on_stream(const Ending& ending) {
   try {
     const c10::StreamGuard guard(end_stream_);
     ending.enqueue();
-    const auto event = recorded_on(end_stream_);
+    const auto event = recorded_on(end_stream_, end_flag());
     note_end(ending, event);
-    end_points_.add(watched(event, {ending.past_it.given_up, [this, passed = ending.past_it.passed](const auto& error) {
-                                      begin_points_.report_passed();  // it has begun before it has ended
-                                      passed(error);
-                                    }}));
+    const auto passed = [this, ending, event, before = std::exchange(last_end_, event)](const auto& error) {
+      begin_points_.report_passed();  // it has begun before it has ended
+      report_duration(ending, before.get(), *event);
+      ending.past_it.passed(error);
+    };
+    end_points_.add(watched(event, {ending.past_it.given_up, passed}));
     ending.queued();
   } catch (...) {
     ending.past_it.passed(std::current_exception());

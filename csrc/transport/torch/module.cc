@@ -35,7 +35,8 @@ using SharedTransport = std::shared_ptr<C10dTransport>;
 // Destroying a transport joins its threads, which must not happen with the GIL held.
 SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                const std::vector<at::Tensor>& buffers, const std::string& wire,
-                               const std::vector<int>& host_of) {
+                               const std::vector<int>& host_of, bool on_current_stream, bool has_high_priority,
+                               bool times) {
   if (!group) throw std::invalid_argument("a transport needs a process group, not None");
   const auto destroy = [](C10dTransport* transport) {
     if (PyGILState_Check() != 0) {
@@ -45,7 +46,9 @@ SharedTransport make_transport(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
       delete transport;
     }
   };
-  return SharedTransport(new C10dTransport(group, buffers, wire, host_of), destroy);
+  const RunsOn runs_on = on_current_stream ? RunsOn::kCurrentStream : RunsOn::kOwnStream;
+  return SharedTransport(new C10dTransport(group, buffers, wire, host_of, runs_on, {has_high_priority, times}),
+                         destroy);
 }
 
 void set_groups(C10dTransport& transport, int32_t buffer,
@@ -251,10 +254,13 @@ PYBIND11_MODULE(_c10d, module) {
                                                        "Carries blocks of these flat buffers over a process group that "
                                                        "nobody else uses; those of fp32 buffers in the `wire` "
                                                        "format (fp32, bf16, fp16, int8), and on two levels if "
-                                                       "`host_of` tells each rank's host. For the engine: see "
-                                                       "`capsule`.")
+                                                       "`host_of` tells each rank's host. On a device they run on "
+                                                       "gradcast's stream (`on_current_stream`) or the "
+                                                       "backend's, and the device's events time them if `times`. For "
+                                                       "the engine: see `capsule`.")
       .def(py::init(&gradcast::make_transport), py::arg("process_group"), py::arg("buffers"), py::arg("wire") = "fp32",
-           py::arg("host_of") = std::vector<int>{})
+           py::arg("host_of") = std::vector<int>{}, py::arg("on_current_stream") = false,
+           py::arg("has_high_priority") = true, py::arg("times") = false)
       .def_property_readonly(
           "capsule", [](const py::object& self) { return gradcast::make_capsule(self.cast<C10dTransport&>(), self); })
       .def("expect", &C10dTransport::expect, py::arg("blocks"), WithoutGil(),

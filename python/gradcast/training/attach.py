@@ -188,7 +188,7 @@ def _tell_of_backend(backend: str | None, options: Options, mode: str, module: n
             _log.warning("%s", sentence)
         return
     why = "a single worker sends nothing" if backend is None else f"blocks are sent over {backend}"
-    for name in ("max_ctas", "cta_policy", "register_buffers"):
+    for name in ("max_ctas", "cta_policy", "register_buffers", "own_stream", "event_times"):
         if getattr(options.nccl, name):
             _log.warning("options.nccl.%s is for blocks over NCCL, and %s, so it changes nothing", name, why)
 

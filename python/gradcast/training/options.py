@@ -226,11 +226,17 @@ class Nccl(_Group, prefix="options.nccl"):
       thread blocks at some cost in speed, or, where NCCL can, none.
     * ``register_buffers``: gradients lie in memory that is registered with NCCL's communicator, so that it can send
       them from there, where its network and algorithm are able to.
+    * ``own_stream``: blocks run on gradcast's stream, not on one of the communicator's, which would cost each of them
+      two waits of streams. Its priority is that of the program's process group. Off until a GPU has shown the gain.
+    * ``event_times``: blocks are timed by events of the GPU, not by looking every 50 us whether they have ended: for
+      networks that carry a block in less than a millisecond, such as NVLink. Off until a GPU has shown the gain.
     """
 
     max_ctas: int | None = field(default=None, metadata=_whole(1, 64))  # NCCL has at most 64 channels
     cta_policy: str | None = field(default=None, metadata=_one_of("default", "efficiency", "zero"))
     register_buffers: bool = False
+    own_stream: bool = False
+    event_times: bool = False
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,47 @@ TEST(Play, WaitsAddUp) {
   EXPECT_DOUBLE_EQ(timeline.exposed_ns, 9);
 }
 
+TEST(Play, EachFurtherPartOfTheUpdateTakesTimeWhereForwardRuns) {
+  // As in WaitsAddUp, with parts of 2: at 3 without, at 7 (read at 4), and at 11 (read at 10) with them.
+  Profile profile = profile_of(0, 3, {{2, 0, 0}, {3, 0, 1}, {3, 0, 2}});
+  profile.part_ns = 2;
+  const Plan plan = plan_of({block_of({{0, 2}}), block_of({{2, 5}}), block_of({{5, 8}})});
+  const Timeline timeline = play(profile, link_of(1, 1), plan);
+  expect_tensors(timeline, {{3, 0, 3}, {7, 4, 3}, {11, 10, 1}});
+  EXPECT_EQ(timeline.parts, 3);
+  EXPECT_DOUBLE_EQ(timeline.iteration_ns, 14);
+  EXPECT_DOUBLE_EQ(timeline.exposed_ns, 11);
+  EXPECT_DOUBLE_EQ(timeline.host_ns, 0);
+  // A part updates all that has arrived by then, and all that is read together.
+  profile = profile_of(0, 9, {{2, 0, 0}, {3, 0, 0}, {3, 0, 8}});
+  profile.part_ns = 2;
+  const std::vector<Block> blocks = {block_of({{5, 8}}), block_of({{0, 2}}), block_of({{2, 5}})};
+  EXPECT_EQ(play(profile, link_of(1, 1), plan_of(blocks)).parts, 1);
+  EXPECT_EQ(play(profile, link_of(1, 1), plan).parts, 2);
+  EXPECT_EQ(play(profile, link_of(1, 1), plan_of(blocks, Mode::kHook)).parts, 1);
+  EXPECT_DOUBLE_EQ(play(profile, link_of(1, 1), plan_of(blocks, Mode::kHook)).iteration_ns, 20);
+}
+
+TEST(Play, TheSlowerOfHostAndDeviceDecides) {
+  Profile profile = profile_of(0, 3, {{2, 0, 0}, {3, 0, 1}, {3, 0, 2}});
+  const Plan plan = plan_of({block_of({{0, 2}}), block_of({{2, 5}}), block_of({{5, 8}})});
+  for (const double host_step_ns : {1, 3}) {
+    profile.host_step_ns = host_step_ns;
+    profile.host_block_ns = 0.5;
+    profile.host_part_ns = 1;
+    const Timeline timeline = play(profile, link_of(1, 1), plan);
+    EXPECT_DOUBLE_EQ(timeline.host_ns, host_step_ns + 2 * 1 + 3 * 0.5);
+    EXPECT_DOUBLE_EQ(timeline.iteration_ns, 12) << "the device";
+  }
+  profile.host_step_ns = 11;
+  EXPECT_DOUBLE_EQ(play(profile, link_of(1, 1), plan).iteration_ns, 11 + 2 + 1.5);
+  EXPECT_DOUBLE_EQ(play(profile, link_of(1, 1), plan).exposed_ns, 9) << "what communication costs the device";
+  EXPECT_DOUBLE_EQ(play(profile, link_of(1, 1), plan_of(plan.blocks, Mode::kHook)).host_ns, 11 + 1.5);
+  // Where it comes to forward late, all has arrived: the host that is the slower one makes one part.
+  profile.host_block_ns = 5;
+  EXPECT_DOUBLE_EQ(play(profile, link_of(1, 1), plan).iteration_ns, 11 + 15);
+}
+
 TEST(Play, InFlightLimitsUnfinishedBlocks) {
   const Profile profile = profile_of(0, 0, {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 0, 0}});
   const std::vector<Block> blocks = {block_of({{0, 1}}), block_of({{1, 2}}), block_of({{2, 3}}), block_of({{3, 4}})};

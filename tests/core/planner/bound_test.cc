@@ -41,6 +41,20 @@ TEST(Bound, KnownExamples) {
   expect_bounds(profile_of(10, 1, {{1, 10, 0}, {1, 5, 0}, {10, 0, 0}}), 14, 15);
 }
 
+TEST(Bound, AHostIsALimitOfItsOwn) {
+  Profile profile = profile_of(0.5, 1, {{1, 0.5, 0}, {1, 0, 0}});
+  profile.host_step_ns = 10;
+  EXPECT_DOUBLE_EQ(bound(profile, link_of(1, 1), {}).best_ns, 10);
+  EXPECT_TRUE(bound(profile, link_of(1, 1), {}).exact) << "every plan has it";
+  profile.host_block_ns = 2;
+  EXPECT_DOUBLE_EQ(bound(profile, link_of(1, 1), {}).best_ns, 12) << "a plan has one block at least";
+  EXPECT_FALSE(bound(profile, link_of(1, 1), {}).exact);
+  profile.host_step_ns = profile.host_block_ns = 0;
+  profile.part_ns = 1;
+  EXPECT_NEAR(bound(profile, link_of(1, 1), {}).best_ns, 4.5, 1e-8);
+  EXPECT_FALSE(bound(profile, link_of(1, 1), {}).exact);
+}
+
 TEST(Bound, APiecewiseCostIsNotPutIntoTheFormula) {
   // The formula with the cost of 20 bytes says 25; two blocks of 10 take 22.
   LinkModel link;

@@ -106,6 +106,28 @@ RandomProfileOptions any_profile(uint64_t seed) {
   return options;
 }
 
+TEST(ForecastAnyProfile, IsNotWorseForPartsAndHostsThanThePlanForTheNetwork) {
+  uint64_t better_count = 0;
+  for (uint64_t seed = 0; seed < seed_count(1'000); ++seed) {
+    SCOPED_TRACE(seed);
+    const Profile network = random_profile(seed, any_profile(seed));
+    Profile profile = network;
+    const double passes_ns = profile.backward_ns + profile.forward_ns;
+    (seed % 2 == 0 ? profile.part_ns : profile.host_part_ns) = 0.05 * passes_ns;
+    profile.host_step_ns = seed % 2 == 0 ? 0 : 0.9 * passes_ns;
+    profile.host_block_ns = seed % 3 == 0 ? 0.02 * passes_ns : 0;
+    const Mode mode = seed % 5 == 0 ? Mode::kHook : Mode::kOverlap;
+    const Plan plan = plan_with(profile, "forecast", mode, 1, {{"effort", 0.1}});
+    const Plan blind = plan_with(network, "forecast", mode, 1, {{"effort", 0.1}});
+    const double blind_ns = play(profile, profile.link, blind).iteration_ns;
+    ASSERT_LE(plan.predicted_ns, blind_ns);
+    ASSERT_GE(plan.predicted_ns, plan.bound_ns - rounding_ns(plan));
+    ASSERT_GE(plan.bound_ns, blind.bound_ns);
+    better_count += plan.predicted_ns < 0.99 * blind_ns ? 1 : 0;
+  }
+  EXPECT_GT(better_count, seed_count(1'000) / 10);
+}
+
 TEST(ForecastAnyProfile, GivesUpNoMoreThanTheToleranceForFewerBlocks) {
   uint64_t fewer_count = 0;
   for (uint64_t seed = 0; seed < seed_count(500); ++seed) {

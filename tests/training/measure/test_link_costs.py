@@ -55,9 +55,37 @@ def test_where_each_time_another_block_is_late_the_steps_are_longer(sizes):
 
 def test_a_block_takes_from_when_it_was_due_until_it_has_finished():
     times = [(10, 10, 30), (5, 30, 50), (70, 70, 75)]
-    blocks = [mock.Mock(ready_ns=ready, due_ns=due, finish_ns=finish) for ready, due, finish in times]
+    blocks = [mock.Mock(ready_ns=ready, due_ns=due, finish_ns=finish, device_ns=0) for ready, due, finish in times]
     plan = mock.Mock(blocks=[mock.Mock(size_bytes=size) for size in (1, 2, 3)])
     assert network_cost.samples_of_rank(plan, blocks) == [(1, 20, False), (2, 20, True), (3, 5, False)]
+    blocks[1].device_ns = 12  # as the device has timed it
+    assert network_cost.samples_of_rank(plan, blocks)[1] == (2, 12, True)
+
+
+US, SIZES = 1000, [1 << power for power in range(14, 25)]
+
+
+def fast_blocks(poll_ns):
+    """Single blocks on a link that takes 20 us and 3 us per MB, which begin at any time. Their ends are seen when the
+    host looks, every ``poll_ns``."""
+    seen = []
+    for number, size in enumerate(SIZES * 4):
+        lasted_ns, due_ns = round(20 * US + 0.003 * size), number * 1007 * US
+        finish_ns = -(-(due_ns + lasted_ns) // poll_ns) * poll_ns
+        seen.append((size, {"ready_ns": due_ns, "due_ns": due_ns, "finish_ns": finish_ns}, lasted_ns))
+    return seen
+
+
+def test_a_fast_link_is_that_of_the_devices_times_not_of_the_polls():
+    found = {}
+    for name, is_timed in (("polled", False), ("timed", True)):
+        sizes, times, lasted = zip(*fast_blocks(50 * US), strict=True)
+        blocks = [mock.Mock(**each, device_ns=ns * is_timed) for each, ns in zip(times, lasted, strict=True)]
+        plan = mock.Mock(blocks=[mock.Mock(size_bytes=size) for size in sizes])
+        samples = network_cost.combined([network_cost.samples_of_rank(plan, blocks)] * 2)
+        found[name] = network_cost.fit_link(samples, 0.0).all_reduce.pieces[0].alpha_ns
+    assert found["timed"] == pytest.approx(20 * US, rel=0.01)
+    assert found["polled"] > 1.5 * 20 * US
 
 
 def test_of_several_ranks_those_that_waited_for_a_gradient_are_not_asked():

@@ -37,7 +37,7 @@ def measured(*updates):
 
 def test_calls_of_one_step_are_held_against_those_of_others():
     found = measured((1, 100), (4, 160), (1, 104), (4, 170), (1, 98))
-    assert found.call_ns == pytest.approx((160 - 98) / 3)
+    assert found.part_ns == pytest.approx((160 - 98) / 3)
     compute = found.compute[:-1]  # the last step has not ended
     assert [round(each.update_ns) for each in compute] == [100, 98, 104, 108, 98], "as in one call"
     assert {each.forward_ns for each in compute} == {70.0}
@@ -45,7 +45,7 @@ def test_calls_of_one_step_are_held_against_those_of_others():
 
 @pytest.mark.parametrize("updates", [[(1, 100), (1, 200)], [(4, 90), (1, 100)] * 2, [(1, 100), (4, 500), (1, 100)]])
 def test_nothing_is_found_where_nothing_shows_it(updates):
-    assert measured(*updates).call_ns == 0
+    assert measured(*updates).part_ns == 0
 
 
 class SlowToCall(torch.optim.SGD):
@@ -77,8 +77,8 @@ def test_the_warm_up_measures_it_of_a_single_optimizer(rank, device, optimizers)
                 sgd.step()
     handle.flush()
     assert controller.warmup is None
-    measured_ns = controller.agreed.variation.call_ns
+    measured_ns = controller.agreed.profile.part_ns
     assert measured_ns == pytest.approx(CALL_NS if optimizers == 1 else 0, rel=0.01)
     state = handle.state_dict()
     handle.load_state_dict(state)
-    assert controller.agreed.variation.call_ns == measured_ns, "on every rank"
+    assert controller.agreed.profile.part_ns == measured_ns, "on every rank"

@@ -60,7 +60,8 @@ def test_what_packing_takes_is_not_the_networks(pack_ns_per_byte):
     whole = mock.Mock(size_bytes=4_000_000, ranges=[(0, 4_000_000)])
     packed = mock.Mock(size_bytes=2_000_000, ranges=[(0, 1_000_000), (5_000_000, 6_000_000)])
     calibration = Calibration(mock.Mock(blocks=[whole, packed], in_flight=1), pack_ns_per_byte)
-    blocks = [mock.Mock(ready_ns=0, due_ns=0, finish_ns=8e6), mock.Mock(ready_ns=1e6, due_ns=8e6, finish_ns=15e6)]
+    times = [(0, 0, 8e6), (1e6, 8e6, 15e6)]
+    blocks = [mock.Mock(ready_ns=ready, due_ns=due, finish_ns=finish, device_ns=0) for ready, due, finish in times]
     for _ in range(CALIBRATION_STEPS):
         calibration.add_step(mock.Mock(blocks=blocks), None)
     found = calibration.gather(mock.Mock(computed_by_each=lambda compute, what: [compute()] * 2)).blocks
@@ -77,7 +78,7 @@ def test_a_link_on_which_all_goes_as_play_says_is_right(alpha_ns, baseline):
     assert plan.in_flight == (2 if baseline else 1)
     calibration = Calibration(plan, pack_ns_per_byte=0)
     played = [
-        mock.Mock(ready_ns=block.ready_ns, due_ns=block.launch_ns, finish_ns=block.finish_ns)
+        mock.Mock(ready_ns=block.ready_ns, due_ns=block.launch_ns, finish_ns=block.finish_ns, device_ns=0)
         for block in _core.play(profile, profile.link, plan).blocks
     ]
     for _ in range(CALIBRATION_STEPS):

@@ -13,7 +13,7 @@ pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import ComputeFactors
 from gradcast.training.measure.network_cost import Sample
 from gradcast.training.plan import agreement, calibration, candidates, proposals
-from gradcast.training.plan.expectation import StepVariation, typical_step, update_calls
+from gradcast.training.plan.expectation import StepVariation, typical_step
 
 OPTIONS = gradcast.Options()
 SCATTERED = tuple(ComputeFactors(backward, forward, 1.0) for backward in (0.9, 1.0, 1.1) for forward in (0.9, 1.0, 1.1))
@@ -74,14 +74,15 @@ def test_the_present_plan_stays_unless_another_is_better_by_a_margin():
 
 
 def test_a_plan_has_fewer_parts_where_each_call_of_the_optimizer_costs():
-    profile, parts = on_link("gpt2", 1.0), []
-    for call_ns in (0.0, 1e6, 20e6):
-        variation = StepVariation(call_ns=call_ns)
-        best, usual = best_and_usual(profile, variation)
-        parts.append(update_calls(profile, _core.play(profile, profile.link, best)))
-        expected = typical_step(profile, best, (), call_ns=call_ns).step_ns
-        assert expected == pytest.approx(best.predicted_ns + call_ns * (parts[-1] - 1))
-        assert expected <= typical_step(profile, usual, (), call_ns=call_ns).step_ns
+    free, parts = on_link("gpt2", 1.0), []
+    usual = candidates.choose_plan(free, "overlap", OPTIONS)
+    for part_ns in (0.0, 1e6, 20e6):
+        profile = free.replace(part_ns=part_ns)
+        best = candidates.best_for_steps(profile, ("overlap",), StepVariation(), OPTIONS)
+        played = _core.play(profile, profile.link, best)
+        parts.append(played.parts)
+        assert typical_step(profile, best, ()).step_ns == best.predicted_ns == played.iteration_ns
+        assert best.bound_ns <= best.predicted_ns <= typical_step(profile, usual, ()).step_ns
     assert parts[0] >= parts[1] > parts[2]
 
 

@@ -1,5 +1,6 @@
 """On a device, compute beside a plan is measured with the device's stamps, and the plan is made again for it."""
 
+import time
 from unittest import mock
 
 import pytest
@@ -11,8 +12,9 @@ from training.pool import on_ranks
 from training.step.test_late_device import late_device
 
 pytest.importorskip("training.needs")
-from gradcast.training.measure import compute_cost
+from gradcast.training.measure import compute_cost, stopwatch
 from gradcast.training.measure.stopwatch import Stopwatch
+from gradcast.training.plan import step_meter
 
 nn = torch.nn
 FORWARD_NS, BACKWARD_NS, UPDATE_NS, WAIT_NS = 10**12, 3 * 10**12, 10**11, 10**13
@@ -70,6 +72,42 @@ def test_compute_beside_a_plan_is_that_of_the_device(rank, mode):
     assert session_of(handle).report.trace.device_clock is None, "stamps are taken only then"
     handle.detach()
     return
+
+
+class SlowToCall(torch.optim.SGD):
+    """Each call takes the host 1,000 s, and the device nothing."""
+
+    spent_ns = 0
+
+    def step(self, closure=None):
+        SlowToCall.spent_ns += 10**12
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_a_hosts_parts_are_seen_while_the_device_hides_them(rank):
+    host_ns = time.perf_counter_ns
+    modules = (stopwatch, step_meter)
+    patches = [mock.patch.object(each, "clock_of", return_value=Clock()) for each in modules]
+    with late_device(), patches[0], patches[1]:
+        module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        sgd = SlowToCall(module.parameters(), lr=0.1)
+        handle = attach(module, sgd, plan=planning(warmup_steps=5))
+    controller = session_of(handle).controller
+    controller.meter.sees_compute = False
+    with mock.patch.object(time, "perf_counter_ns", side_effect=lambda: host_ns() + SlowToCall.spent_ns):
+        for _ in range(6):  # five measure
+            sgd.zero_grad()
+            module(torch.ones(4, 8)).sum().backward()
+            sgd.step()
+    handle.flush()
+    profile = controller.agreed.profile
+    assert controller.warmup is None
+    assert profile.part_ns == 0, "by the device's events"
+    assert profile.host_part_ns == pytest.approx(10**12, rel=0.01)
+    assert profile.host_step_ns == pytest.approx(10**12, rel=0.01), "one call, and little else"
+    assert profile.host_block_ns == 0, "there is no stream"
+    assert controller.agreed.plan.bound_ns >= profile.host_step_ns
 
 
 @pytest.mark.parametrize("when", ["warm-up", "calibration"])

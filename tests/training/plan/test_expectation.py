@@ -1,7 +1,6 @@
 """What a plan is expected to take and to gain, from the steps that were measured."""
 
 import dataclasses
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ from training.profiles import compute_steps, profile_of
 pytest.importorskip("training.needs")
 from gradcast.training.measure.compute_cost import Compute, ComputeFactors, compute_variation, replace_compute
 from gradcast.training.plan import agreement, calibration, loop, proposals
-from gradcast.training.plan.expectation import StepVariation, expect, typical_step, update_calls
+from gradcast.training.plan.expectation import StepVariation, expect, typical_step
 
 
 def test_what_ddp_would_take_has_no_network_beside_its_forward():
@@ -140,10 +139,10 @@ def test_where_ddps_way_is_taken_its_own_compute_is_expected():
 
 def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_the_passes():
     profile = profile_of(200, 100, 10).replace(link=link_of(1e5, 24.0))
-    variation = StepVariation(call_ns=50e6)
     plan = _core.make_plan(profile, profile.link)
+    profile = profile.replace(part_ns=50e6)
     proposer = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
-    agreed = proposer._completed(agreement.AgreedPlan(profile, plan, variation=variation))
+    agreed = proposer._completed(agreement.AgreedPlan(profile, plan))
     assert agreed.further_calls == 1, "so nothing is shown"
     with mock.patch.object(_core, "Monitor") as monitor:
         loop.PlanLoop.new_monitor(loop_seeing(True), agreed)
@@ -153,7 +152,7 @@ def test_further_calls_of_the_optimizer_are_compute_that_is_expected_and_not_of_
     baseline = dataclasses.replace(agreed, runs_as_baseline=True)
     assert proposer.from_compute(baseline, 310e6).profile.forward_ns == pytest.approx(100e6)
     clips = proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options(), lambda _: 0.25)
-    assert clips._completed(agreement.AgreedPlan(profile, plan, variation=variation)).further_calls == 0.25
+    assert clips._completed(agreement.AgreedPlan(profile, plan)).further_calls == 0.25
 
 
 def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
@@ -178,34 +177,20 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
         assert not keep_if_confirmed(live, dataclasses.replace(agreed, plan=other))
 
 
-def test_forward_updates_in_one_call_what_has_arrived_by_then():
-    def calls(*tensors, passengers=0):
-        names = [SimpleNamespace(name="gradcast.x" if i < passengers else "w") for i in range(len(tensors))]
-        times = [SimpleNamespace(arrival_ns=arrival, read_ns=read) for arrival, read in tensors]
-        return update_calls(SimpleNamespace(tensors=names), SimpleNamespace(tensors=times))
-
-    assert calls((5, 10), (9, 20)) == 1
-    assert calls((5, 10), (11, 20), (12, 30)) == 2
-    assert calls((15, 10), (14, 20), (16, 20)) == 2, "it waits until 15"
-    assert calls() == 0
-    assert calls((5, 10), (11, 11), passengers=1) == 1
-    assert calls((15, 10), (11, 15), passengers=1) == 1
-
-
-def test_a_checkpoint_keeps_what_a_call_of_the_optimizer_costs():
+def test_a_checkpoint_keeps_what_a_part_of_the_optimizers_step_costs():
     def proposer():
         return proposals.Proposer(mock.Mock(), "overlap", 3, gradcast.Options())
 
-    profile = profile_of(200, 100, 10).replace(link=link_of(1e5, 24.0))
-    variation = StepVariation(call_ns=5e6)
-    plan = _core.make_plan(profile, profile.link)
-    saved = proposer()._completed(agreement.AgreedPlan(profile, plan, variation=variation))
+    free = profile_of(200, 100, 10).replace(link=link_of(1e5, 24.0))
+    profile = free.replace(part_ns=5e6)
+    plan = _core.make_plan(free, free.link)
+    saved = proposer()._completed(agreement.AgreedPlan(profile, plan))
     state = agreement.checkpoint_state(saved, profile, "overlap", {})
     loaded = proposer().from_checkpoint(state)
     assert loaded.expectation == saved.expectation
     assert loaded.expectation.plan.step_ns > loaded.plan.predicted_ns
-    assert loaded.variation.call_ns == saved.variation.call_ns == 5e6
+    assert loaded.profile.part_ns == 5e6
     with mock.patch.object(proposals.other_workers, "for_workers", side_effect=lambda profile, here: profile):
-        assert proposer().for_workers(profile, mock.Mock(), 5e6).variation.call_ns == 5e6
-    del state["call_ns"]  # an early one
-    assert proposer().from_checkpoint(state).expectation.plan.step_ns == loaded.plan.predicted_ns
+        assert proposer().for_workers(profile, mock.Mock()).profile.part_ns == 5e6
+    early = state | {"layout": free.to_json(), "call_ns": 5e6}
+    assert proposer().from_checkpoint(early).expectation == saved.expectation

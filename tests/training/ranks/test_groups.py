@@ -28,12 +28,32 @@ from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import extension
 from gradcast.training.local import session
 from gradcast.training.ranks import group, group_pool, together
-from gradcast.training.ranks.nccl_settings import options_with, settings_for
+from gradcast.training.ranks.nccl_settings import options_with, settings_for, stream_settings
 
 nn = torch.nn
 dist = torch.distributed
 TIMEOUT = timedelta(seconds=30)
 BAD_NEWS = "NCCL error ... unhandled system error"
+
+
+@pytest.mark.parametrize("has_priority", [True, False])
+def test_blocks_on_our_stream_have_the_programs_priority(has_priority):
+    backend = SimpleNamespace(options=SimpleNamespace(is_high_priority_stream=has_priority))
+    on_ours = gradcast.Nccl(own_stream=True)
+    assert stream_settings(backend, on_ours) == (True, has_priority, False)
+    assert stream_settings(backend, gradcast.Nccl(event_times=True)) == (False, True, True)
+    assert stream_settings(None, on_ours) == (True, False, False), "another backend has none"
+
+
+@on_ranks(2)
+def test_the_options_of_streams_arrive_at_the_transport(rank):
+    made = extension.load().Transport
+    with mock.patch.object(extension.load(), "Transport", side_effect=made) as transport:
+        nccl = gradcast.Nccl(own_stream=True, event_times=True)
+        attached = Attached(nn.Linear(2, 2), nccl=nccl)
+    assert transport.call_args.args[-3:] == (True, False, True)
+    attached.step(torch.ones(4, 2))
+    attached.handle.detach()
 
 
 @on_ranks(2)

@@ -181,6 +181,70 @@ def test_a_poll_asks_the_first_open_event_of_each_stream(device, checked):
     assert device.asked_since(since) == 2
 
 
+@pytest.fixture
+def timed(device):
+    timed = device.Checked(times=True)
+    timed.expect([[(0, 100)], [(100, 200)], [(200, 300)]])
+    yield timed
+    timed.give_up()
+    timed.close()
+
+
+def test_operations_are_timed_by_the_devices_clock(device, timed):
+    """Whenever the waiting thread looks, and whenever the host has started them."""
+    device.set_clock(5)
+    kernels = [timed.write(lo, lo + 100) for lo in (0, 100, 200)]
+    for name, lo in (("a", 0), ("b", 100)):
+        assert timed.start(name, [(lo, lo + 100)])
+        timed.end(name, [(lo, lo + 100)])
+    device.set_clock(100)
+    timed.finish_write(kernels[0])
+    timed.finish_write(kernels[1])
+    for name, end_us in (("a", 120), ("b", 145)):
+        device.set_clock(end_us)
+        assert ends(timed, name)
+    assert tells(timed, "a began", "b began", "a ended", "b ended") or timed.told()[-1] == "b ended"
+    device.set_clock(200)
+    timed.finish_write(kernels[2])
+    device.set_clock(230)
+    timed.start("c", [(200, 300)])
+    timed.end("c", [(200, 300)])
+    device.set_clock(260)
+    assert ends(timed, "c")
+    assert becomes_true(lambda: "c" in timed.durations())
+    # a from its gradients on, b from the end of a on, c from its start on.
+    assert timed.durations() == {"a": 20_000, "b": 25_000, "c": 30_000}
+
+
+def test_what_is_given_up_has_no_time(timed):
+    timed.write(0, 100)
+    assert timed.start("a", [(0, 100)])
+    timed.end("a")
+    assert queued(timed, "a")
+    timed.give_up()
+    assert becomes_true(lambda: "a ended" in timed.told())
+    assert timed.durations() == {}
+
+
+def test_without_times_no_event_is_added(device, checked):
+    kernel = checked.write(0, 100)
+    checked.finish_write(kernel)
+    records = device.records()
+    assert not checked.start("a", [(0, 100)])
+    checked.end("a", [(0, 100)])
+    assert ends(checked, "a")
+    assert tells(checked, "a ended")
+    assert device.records() - records == 1, "the end"
+    assert checked.durations() == {}
+
+
+@pytest.mark.parametrize("has_high_priority", [True, False])
+def test_its_stream_has_the_priority_that_is_asked_for(device, has_high_priority):
+    before = len(device.priorities())
+    device.Checked(has_high_priority=has_high_priority).close()
+    assert device.priorities()[before:] == [has_high_priority, True], "the second one has ends alone"
+
+
 def test_a_range_that_is_written_again_is_waited_for_again(checked):
     for turn in range(3):
         kernel = checked.write(0, 100)

@@ -59,3 +59,13 @@ def test_on_a_device_16_bit_numbers_travel_and_their_sums_come_back(check, range
     expected = before.clone()
     expected[touched] = torch.cat([sums, sums])[: len(touched)]
     assert torch.equal(found, expected)
+
+
+def test_operations_on_the_current_stream_are_not_asynchronous(check):
+    """Which is torch's word for it; the bits are the same."""
+    flags, left = check.carry_all(True)
+    usual_flags, usual_left = check.carry_all(False)
+    assert flags == [False] * 5
+    assert usual_flags == [True] * 5
+    assert all(map(torch.equal, left, usual_left))
+    assert torch.equal(left[0], torch.tensor([0.0, 2, 4, 3, 8, 5]))

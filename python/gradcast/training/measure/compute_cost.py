@@ -36,20 +36,20 @@ class ComputeFactors(NamedTuple):
     update: float
 
 
-def compute_of(record: StepRecord, busy_ns: float, call_ns: float = 0.0, clock: Clock | None = None) -> Compute:
-    """Returns the compute time of a recorded step. ``busy_ns``: the step without its waits. ``call_ns``: cost of each
-    further call of the optimizer. ``clock``: see StepRecord.total_ns."""
+def compute_of(record: StepRecord, busy_ns: float, part_ns: float = 0.0, clock: Clock | None = None) -> Compute:
+    """Returns the compute time of a recorded step. ``busy_ns``: the step without its waits. ``part_ns``: cost of each
+    further part of the update. ``clock``: see StepRecord.total_ns."""
     busy_ns = max(0.0, busy_ns)  # waits of several threads may be longer than their step
     backward_ns, update_ns = min(record.total_ns("backward", clock), busy_ns), record.total_ns("update", clock)
     forward_ns = max(0.0, busy_ns - backward_ns - update_ns)
-    return Compute(backward_ns, forward_ns, max(0.0, update_ns - call_ns * max(0, record.update_calls - 1)))
+    return Compute(backward_ns, forward_ns, max(0.0, update_ns - part_ns * max(0, record.update_calls - 1)))
 
 
-def device_compute_of(record: StepRecord, end: Stamp, clock: Clock, call_ns: float) -> Compute | None:
+def device_compute_of(record: StepRecord, end: Stamp, clock: Clock, part_ns: float) -> Compute | None:
     """The same on a device, for which the host waits; None if the stamps leave no time for backward. REQUIRES: the
     record begins with a stamp. ``end``: where the next one begins."""
     busy_ns = clock.between(cast(Stamp, record.start_ns).event, end.event) - record.total_ns("wait", clock)
-    compute = compute_of(record, busy_ns, call_ns, clock)
+    compute = compute_of(record, busy_ns, part_ns, clock)
     return compute if compute.backward_ns > 0 else None
 
 

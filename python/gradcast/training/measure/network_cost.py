@@ -17,8 +17,9 @@ class Sample(NamedTuple):
     """Duration of a block, ns, on one rank or on all together.
 
     On a rank it counts from when the block could start (its gradients ready and the previous block finished) until it
-    finished. That includes the time for which the threads that launch it and see its end wait for a core. On all ranks
-    together it counts for how long the block kept the next one from being sent.
+    finished. That includes the time for which the threads that launch it and see its end wait for a core, unless the
+    device has timed it (``Nccl.event_times``). On all ranks together it counts for how long the block kept the next one
+    from being sent.
 
     ``back_to_back``: its gradients were ready before the previous block had finished, on all these ranks.
     """
@@ -31,7 +32,9 @@ class Sample(NamedTuple):
 def samples_of_rank(plan: _core.Plan, blocks: Sequence[_core.BlockRecord]) -> list[Sample]:
     """This rank's samples of one iteration. ``blocks``: the records of the plan's blocks."""
     return [
-        Sample(block.size_bytes, float(times.finish_ns - times.due_ns), times.due_ns > times.ready_ns)
+        Sample(
+            block.size_bytes, float(times.device_ns or times.finish_ns - times.due_ns), times.due_ns > times.ready_ns
+        )
         for block, times in zip(plan.blocks, blocks, strict=True)
     ]
 

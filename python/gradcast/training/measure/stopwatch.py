@@ -17,6 +17,7 @@ import torch
 
 from gradcast.training.measure.clocks import clock_of
 from gradcast.training.measure.compute_cost import Compute
+from gradcast.training.measure.host_cost import NO_HOST_TIMES, HostTimes, cost_of_a_part
 from gradcast.training.measure.network_cost import Sample
 from gradcast.training.measure.unseen_reads import UnseenRead
 
@@ -29,8 +30,8 @@ class Measurement:
     """One rank's measurements of the warm-up; times in ns.
 
     ``ready_ns``, ``need_ns``: median by parameter. ``compute``: by warm-up step, None if it could not be measured.
-    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees. ``call_ns``: cost
-    of a call of an optimizer without its updates.
+    ``blocks``: by warm-up step and block. ``unseen_reads``: by parameter whose reads no hook sees. ``part_ns``: cost
+    of a call of an optimizer without its updates, where forward runs. ``host``: of a host that runs ahead of a device.
     """
 
     ready_ns: list[float]
@@ -39,7 +40,8 @@ class Measurement:
     blocks: list[list[Sample]]
     pack_ns_per_byte: float
     unseen_reads: dict[int, UnseenRead] = dataclasses.field(default_factory=dict)
-    call_ns: float = 0.0
+    part_ns: float = 0.0
+    host: HostTimes = NO_HOST_TIMES
 
 
 @dataclasses.dataclass
@@ -149,12 +151,17 @@ class Stopwatch:
         return statistics.median(times) / (part.numel() * part.element_size())
 
     def medians(
-        self, blocks: list[list[Sample]], pack_ns_per_byte: float, unseen_reads: dict[int, UnseenRead]
+        self,
+        blocks: list[list[Sample]],
+        pack_ns_per_byte: float,
+        unseen_reads: dict[int, UnseenRead],
+        host: HostTimes = NO_HOST_TIMES,
     ) -> Measurement:
         """Medians of all complete steps but the first, which allocates memory. Single disturbed steps do not count."""
         steps = [step for step in self._steps[1:] if step.complete]
-        call_ns = self._call_ns(steps)
-        compute = [self._compute(step, call_ns) for step in self._steps[1:]]
+        updated = [step for step in steps if any(category == "update" for category, _, _ in step.spans)]
+        part_ns = cost_of_a_part((step.update_calls, self._total_ns(step, "update")) for step in updated)
+        compute = [self._compute(step, part_ns) for step in self._steps[1:]]
         since_backward = [functools.partial(self._since, step, self._pause_ns(step)) for step in steps]
         ready_ns, need_ns = [], []
         for index in range(self._parameter_count):
@@ -165,27 +172,15 @@ class Stopwatch:
             need = [since(stamp) for stamp, since in zip(first_use, since_backward, strict=True) if stamp is not None]
             # A parameter that nobody reads is not urgent.
             need_ns.append(statistics.median(need) if need else 0.0 if is_unseen else float("inf"))
-        return Measurement(ready_ns, need_ns, compute, blocks, pack_ns_per_byte, unseen_reads, call_ns)
+        return Measurement(ready_ns, need_ns, compute, blocks, pack_ns_per_byte, unseen_reads, part_ns, host)
 
-    def _call_ns(self, steps: Sequence[_Step]) -> float:
-        """From steps that have updated the same in more calls than others, two of each kind at least, undisturbed."""
-        by_calls: dict[int, list[float]] = {}
-        for step in steps:
-            if any(category == "update" for category, _, _ in step.spans):
-                by_calls.setdefault(step.update_calls, []).append(self._total_ns(step, "update"))
-        shortest_ns = {calls: min(times) for calls, times in by_calls.items() if len(times) > 1}
-        if len(shortest_ns) < 2:
-            return 0.0
-        fewest, most = min(shortest_ns), max(shortest_ns)
-        return max(0.0, shortest_ns[most] - shortest_ns[fewest]) / (most - fewest)
-
-    def _compute(self, step: _Step, call_ns: float) -> Compute | None:
+    def _compute(self, step: _Step, part_ns: float) -> Compute | None:
         if not step.complete:
             return None
         return Compute(
             backward_ns=self._clock.between(step.backward_start, step.backward_end),
             forward_ns=self._since(step, self._pause_ns(step), step.next_backward),
-            update_ns=max(0.0, self._total_ns(step, "update") - call_ns * (step.update_calls - 1)),
+            update_ns=max(0.0, self._total_ns(step, "update") - part_ns * (step.update_calls - 1)),
         )
 
     def _pause_ns(self, step: _Step) -> float:

@@ -68,7 +68,7 @@ class AgreedPlan:
     @property
     def further_calls_ns(self) -> float:
         """Cost of the optimizer's calls beyond the first, in a step with the plan in force."""
-        return 0.0 if self.runs_as_baseline else self.variation.call_ns * self.further_calls
+        return 0.0 if self.runs_as_baseline else self.profile.part_ns * self.further_calls
 
     @property
     def typical_step(self) -> TypicalStep:
@@ -158,10 +158,15 @@ def checkpoint_state(
     if profile is not None:
         # The layout is that of the plan's own profile; a pinned plan's profile holds nothing else.
         state |= {"profile": profile.to_json(), "layout": agreed.profile.to_json(), "plan": agreed.plan.to_json()}
-        state["call_ns"] = agreed.variation.call_ns
         state["unseen_reads"] = list(unseen_reads)
         state["unseen_modules"] = {name: read.module for name, read in unseen_reads.items() if read.module}
     return state
+
+
+def saved_profile(state: dict[str, Any], key: str) -> _core.Profile:
+    """Returns the profile under this key of a checkpoint. Early states have the cost of a part beside it."""
+    profile = _core.Profile.from_json(state[key])
+    return profile.replace(part_ns=state["call_ns"]) if "call_ns" in state else profile
 
 
 def reason_to_measure(

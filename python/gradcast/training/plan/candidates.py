@@ -1,6 +1,5 @@
 """Candidate plans for a measured profile, and the choice between them by how they do in the measured steps."""
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -16,8 +15,6 @@ _NEVER_PACK_NS_PER_BYTE = 1e6
 _FEWER_BLOCKS = {_core.DEFAULT_POLICY: {"block_tolerance": 0.005}}
 # Plans for a network that costs so many times what was measured leave more or less room for blocks that come late.
 _OTHER_LINKS = (0.8, 0.9, 1.1, 1.2)
-# Plans of fewer blocks, if calls of the optimizer cost something: by how much longer a step may be without that.
-_FEW_BLOCKS = ({"block_tolerance": 0.02}, {"block_tolerance": 0.05})
 # Another plan has to promise so much, because the steps of the next hour are not those that were measured.
 _BETTER_SHARE = 0.015
 
@@ -45,16 +42,11 @@ def best_for_steps(
 
     def step_ns(plan: _core.Plan) -> float:
         share = waiting_share(plan)
-        return statistics.fmean(typical_of(steps, link, plan, share, variation.call_ns).step_ns for link in links)
+        return statistics.fmean(typical_of(steps, link, plan, share).step_ns for link in links)
 
     present = present or min((choose_plan(profile, mode, options) for mode in modes), key=step_ns)
     others = [profile.replace(link=own.scaled(each, each)) for each in _OTHER_LINKS]
     candidates = [choose_plan(each, mode, options) for each in others for mode in modes]
-    if variation.call_ns > 0 and options.plan.policy in _FEWER_BLOCKS:
-        for each in _FEW_BLOCKS:
-            planning = dataclasses.replace(options.plan, policy_parameters={**each, **options.plan.policy_parameters})
-            fewer = dataclasses.replace(options, plan=planning)
-            candidates += [choose_plan(profile, mode, fewer) for mode in modes]
     best = min(candidates, key=step_ns)
     return _predicted(profile, best) if step_ns(best) <= (1 - _BETTER_SHARE) * step_ns(present) else present
 

@@ -9,7 +9,6 @@ from gradcast import _core
 from gradcast.comparison.compare import NOTICEABLE_GAIN, compute_ns, has_other_ops, link_of
 from gradcast.training.measure import compute_cost
 from gradcast.training.measure.compute_cost import ComputeFactors
-from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX
 
 # Below this speed-up a plan is not worth following: the baseline is the safer choice.
 _WORTHWHILE = 1 + NOTICEABLE_GAIN
@@ -23,12 +22,10 @@ class StepVariation:
     """The differences between single steps and the profile that was made from them.
 
     ``link``: see network_cost.cost_spread. ``compute``: see compute_cost.compute_variation; empty if no step is known.
-    ``call_ns``: cost of each call of the optimizer in forward beyond the first.
     """
 
     link: tuple[float, float] = (1.0, 1.0)
     compute: tuple[ComputeFactors, ...] = ()
-    call_ns: float = 0.0
 
 
 class TypicalStep(NamedTuple):
@@ -110,7 +107,7 @@ def expect(
     """
     pairs = [
         (
-            typical_step(profile, plan, variation.compute, factor, waiting_share, variation.call_ns),
+            typical_step(profile, plan, variation.compute, factor, waiting_share),
             typical_step(baseline_profile, baseline, variation.compute, factor),
         )
         for factor in (1.0, *variation.link)
@@ -140,7 +137,6 @@ def typical_step(
     steps: Sequence[ComputeFactors],
     link_factor: float = 1.0,
     waiting_share: float = 0.0,
-    call_ns: float = 0.0,
 ) -> TypicalStep:
     """The typical step with the plan, on a network that costs ``link_factor`` times what the profile says.
 
@@ -149,10 +145,10 @@ def typical_step(
     the later of the two counts each time (docs/internals/play.md).
 
     ``waiting_share``: of the steps, those that wait for all gradients before forward, because they are clipped. The
-    result is then the mean of the typical steps of both kinds. ``call_ns``: see StepVariation.
+    result is then the mean of the typical steps of both kinds.
     """
     link = link_of(profile).scaled(link_factor, link_factor)
-    return typical_of(step_profiles(profile, steps), link, plan, waiting_share, call_ns)
+    return typical_of(step_profiles(profile, steps), link, plan, waiting_share)
 
 
 def step_profiles(profile: _core.Profile, steps: Sequence[ComputeFactors]) -> list[_core.Profile]:
@@ -161,36 +157,17 @@ def step_profiles(profile: _core.Profile, steps: Sequence[ComputeFactors]) -> li
 
 
 def typical_of(
-    profiles: Sequence[_core.Profile],
-    link: _core.LinkModel,
-    plan: _core.Plan,
-    waiting_share: float,
-    call_ns: float = 0.0,
+    profiles: Sequence[_core.Profile], link: _core.LinkModel, plan: _core.Plan, waiting_share: float
 ) -> TypicalStep:
     """See typical_step. ``profiles``: one for each step."""
     if waiting_share > 0:
         kinds = []
         for share, mode in ((waiting_share, "hook"), (1 - waiting_share, "overlap")):
             in_mode = _core.Plan(blocks=plan.blocks, mode=mode, in_flight=plan.in_flight)
-            kinds.append((share, typical_of(profiles, link, in_mode, 0.0, call_ns)))
+            kinds.append((share, typical_of(profiles, link, in_mode, 0.0)))
         return TypicalStep(*(sum(share * step[field] for share, step in kinds) for field in range(2)))
-    played = [(each, _core.play(each, link, plan)) for each in profiles]
-    steps_ns = [each.iteration_ns + call_ns * further_calls(profile, each, plan.mode) for profile, each in played]
+    steps_ns = [_core.play(each, link, plan).iteration_ns for each in profiles]
     return TypicalStep(statistics.median(steps_ns), _median_bound_ns(profiles, plan, link))
-
-
-def further_calls(profile: _core.Profile, timeline: _core.Timeline, mode: str) -> int:
-    return max(0, update_calls(profile, timeline) - 1) if mode == "overlap" else 0
-
-
-def update_calls(profile: _core.Profile, timeline: _core.Timeline) -> int:
-    """Returns the number of calls of the optimizer in forward. Each updates all parameters that have arrived;
-    gradcast's own tensors need no update."""
-    calls, updated_ns = 0, -1.0
-    for known, tensor in zip(profile.tensors, timeline.tensors, strict=True):  # in the order in which forward reads
-        if tensor.arrival_ns > updated_ns and not known.name.startswith(PASSENGER_PREFIX):
-            calls, updated_ns = calls + 1, max(tensor.read_ns, tensor.arrival_ns)
-    return calls
 
 
 def _median_bound_ns(profiles: Sequence[_core.Profile], plan: _core.Plan, link: _core.LinkModel) -> float:

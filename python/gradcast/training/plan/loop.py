@@ -260,7 +260,7 @@ class PlanLoop:
         ended = self.exchange.timeline()
         if not ended:
             return phase
-        next_plan = phase.warmup.step_ended(ended[-1])
+        next_plan = phase.warmup.step_ended(ended[-1], None if self.meter.sees_compute else self.meter.trace.current)
         if next_plan is not None:
             self._follow(next_plan)
             return phase
@@ -277,7 +277,7 @@ class PlanLoop:
 
     def _after_calibration_step(self, phase: Following, own: StepReport | None) -> Phase:
         ended = self.exchange.timeline()
-        compute = self.meter.compute_of_last_step(own, self.agreed.variation.call_ns)
+        compute = self.meter.compute_of_last_step(own, self.agreed.profile.part_ns)
         calibration, measured = phase.calibration, self.profile
         assert calibration is not None, "it is of the plan's first steps"
         assert measured is not None, "a warm-up has measured it"
@@ -429,14 +429,14 @@ class PlanLoop:
             self.end_rest()
         if self.warmup is not None:
             self.warmup.release()
-        profile = self.profile = _core.Profile.from_json(state["profile"])
+        profile = self.profile = agreement.saved_profile(state, "profile")
         names, reads = self.exchange.buffers.names, agreement.unseen_reads(state)
         self._add_unseen({names.index(name): read for name, read in reads.items()})
         if state["world_size"] == self.group.world_size:
             agreed = self._agree(lambda: self.proposer.from_checkpoint(state))
             self.phase = self.start_plan(agreed, calibrates=False, describes=False)
             return
-        agreed = self._agree(lambda: self.proposer.for_workers(profile, here, state.get("call_ns", 0.0)))
+        agreed = self._agree(lambda: self.proposer.for_workers(profile, here))
         self.profile = agreed.profile
         self.group.info(
             f"the profile of the checkpoint is of {state['world_size']} workers; planned for {self.group.world_size} "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from gradcast import _core
 from gradcast.comparison.powersgd import with_shapes
 from gradcast.training.measure import compute_cost, network_cost
+from gradcast.training.measure.host_cost import HostTimes
 from gradcast.training.measure.stopwatch import Measurement
 from gradcast.training.measure.unseen_reads import agreed_reads
 from gradcast.training.step.gradient_buffers import GradientSizes
@@ -38,7 +39,8 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
     backward_ns = max(each.backward_ns for each in typical)
     forward_ns = statistics.median(each.forward_ns for each in typical)
     update_ns = statistics.median(each.update_ns for each in typical)
-    total = sum(sizes.bytes_of(index) for index in range(count))
+    updated = [index for index in range(count) if sizes.is_gradient(index)]  # our own tensors need no update
+    update_ns_per_byte = update_ns / max(1, sum(sizes.bytes_of(index) for index in updated))
     unseen = agreed_reads([rank.unseen_reads for rank in ranks])
     ready_ns, need_ns = [], []
     for index in range(count):
@@ -57,7 +59,7 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
             index,
             ready_ns=round(min(ready_ns[index], backward_ns)),
             need_ns=round(min(need_ns[index], forward_ns)),
-            update_ns=round(update_ns * sizes.bytes_of(index) / total),
+            update_ns=round(update_ns_per_byte * sizes.bytes_of(index) * sizes.is_gradient(index)),
         )
         for index in sizes.order_of_warmup
     ]
@@ -68,10 +70,18 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
         tensors=tensors,
         world_size=len(ranks),
         link=link,
+        part_ns=statistics.median(rank.part_ns for rank in ranks),
     )
+    profile = with_host_times(profile, [rank.host for rank in ranks])
     profile = with_shapes(profile, {name: each.shape for name, each in zip(sizes.names, sizes.parameters, strict=True)})
     steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
     return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
+
+
+def with_host_times(profile: _core.Profile, ranks: Sequence[HostTimes]) -> _core.Profile:
+    """The profile with the medians of the ranks' times."""
+    step_ns, part_ns, block_ns = (statistics.median(times) for times in zip(*ranks, strict=True))
+    return profile.replace(host_step_ns=step_ns, host_part_ns=part_ns, host_block_ns=block_ns)
 
 
 def block_samples(ranks: Sequence[Measurement]) -> list[network_cost.Sample]:

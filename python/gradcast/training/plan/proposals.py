@@ -19,11 +19,11 @@ from gradcast.scaling import other_workers
 from gradcast.training.measure import compute_cost, network_cost
 from gradcast.training.measure.step_trace import tensor_names
 from gradcast.training.options import Options
-from gradcast.training.plan import calibration, measured_profile
+from gradcast.training.plan import agreement, calibration, measured_profile
 from gradcast.training.plan.agreement import AgreedPlan, CertifiedShare
 from gradcast.training.plan.calibration import CalibrationSteps
 from gradcast.training.plan.candidates import best_for_steps, choose_plan
-from gradcast.training.plan.expectation import StepVariation, expect, further_calls
+from gradcast.training.plan.expectation import StepVariation, expect
 from gradcast.training.plan.warmup import WarmupResult
 from gradcast.training.step.gradient_buffers import PASSENGER_PREFIX, GradientSizes
 from gradcast.training.step.step_message import MESSAGE_NAME
@@ -132,7 +132,7 @@ class Proposer:
         if samples and in_force.in_flight == 1:
             link_spread = network_cost.cost_spread(samples, link_of(corrected), idle_saving_ns)
         factors = compute_cost.compute_variation(corrected, steps.compute) or agreed.variation.compute
-        variation = StepVariation(link_spread, factors, agreed.variation.call_ns)
+        variation = StepVariation(link_spread, factors)
         is_confirmed = link is None and compute is None
         plan = self._choose(corrected, variation, present=agreed.plan if is_confirmed else None)
         found: dict[str, Any] = {
@@ -159,15 +159,13 @@ class Proposer:
         return self._completed(dataclasses.replace(agreed, profile=profile, plan=plan, baseline_profile=None))
 
     def from_checkpoint(self, state: dict[str, Any]) -> AgreedPlan:
-        plan, profile = _core.Plan.from_json(state["plan"]), _core.Profile.from_json(state["layout"])
-        variation = StepVariation(call_ns=state.get("call_ns", 0.0))  # early states have none
-        return self._completed(AgreedPlan(profile, plan, variation=variation))
+        plan = _core.Plan.from_json(state["plan"])
+        return self._completed(AgreedPlan(agreement.saved_profile(state, "layout"), plan))
 
-    def for_workers(self, profile: _core.Profile, here: MeasuredExchange, call_ns: float) -> AgreedPlan:
-        """Returns a plan from the profile of other workers. ``call_ns``: see StepVariation."""
+    def for_workers(self, profile: _core.Profile, here: MeasuredExchange) -> AgreedPlan:
+        """Returns a plan from the profile of other workers."""
         profile = other_workers.for_workers(profile, here)
-        variation = StepVariation(call_ns=call_ns)
-        return self._completed(AgreedPlan(profile, self._choose(profile, variation), variation=variation))
+        return self._completed(AgreedPlan(profile, self._choose(profile, StepVariation())))
 
     def _completed(self, draft: AgreedPlan) -> AgreedPlan:
         """Returns the plan with its baseline and what is expected, if later measurements may replace it."""
@@ -179,7 +177,7 @@ class Proposer:
         waiting_share = self._waiting_share(profile, plan)
         steps = profile, plan, baseline_profile, baseline, variation, waiting_share
         expectation = expect(*steps, read_first=self.read_first, reason=self.reason())
-        calls = (1 - waiting_share) * further_calls(profile, _core.play(profile, profile.link, plan), plan.mode)
+        calls = (1 - waiting_share) * (_core.play(profile, profile.link, plan).parts - 1)
         return dataclasses.replace(
             draft,
             baseline=baseline,

@@ -85,18 +85,18 @@ class StepMeter:
         return self.iterations[self.reports.turns - 1] if is_new else None
 
     def compute_of_last_step(
-        self, own: StepReport | None, call_ns: float
+        self, own: StepReport | None, part_ns: float
     ) -> Callable[[], compute_cost.Compute | None] | None:
-        """Returns a function for the compute of the step that ``own`` reports; on a device it waits. ``call_ns``: see
-        StepVariation."""
+        """Returns a function for the compute of the step that ``own`` reports; on a device it waits. ``part_ns``: see
+        compute_of."""
         record, end = self.trace.current, self._start_ns
         if own is None or record is None:
             return None
         if self.sees_compute:
-            return functools.partial(compute_cost.compute_of, record, own.facts.busy_ns, call_ns)
+            return functools.partial(compute_cost.compute_of, record, own.facts.busy_ns, part_ns)
         if not (isinstance(record.start_ns, Stamp) and isinstance(end, Stamp)):
             return None
-        return functools.partial(compute_cost.device_compute_of, record, end, self._clock, call_ns)
+        return functools.partial(compute_cost.device_compute_of, record, end, self._clock, part_ns)
 
     def stamp_device(self, wanted: bool) -> None:
         """Selects whether the next steps are recorded with points of the device's stream."""

@@ -4,7 +4,6 @@ Meanwhile training does what DDP does, with buckets of several sizes. Every rank
 ends on all ranks after the same one.
 """
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,8 @@ from gradcast import _core
 from gradcast.comparison.compare import link_of
 from gradcast.comparison.measured_exchange import MeasuredExchange, with_exchange
 from gradcast.host_traffic import exchange_form
-from gradcast.training.measure import compute_cost, network_cost
+from gradcast.training.measure import compute_cost, host_cost, network_cost
+from gradcast.training.measure.step_trace import StepRecord
 from gradcast.training.measure.stopwatch import Measurement, Stopwatch
 from gradcast.training.measure.unseen_reads import ConsumerSearch, UnseenRead, agreed_reads
 from gradcast.training.options import Options
@@ -65,6 +65,7 @@ class Warmup(pending.Owner):
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._steps = 0
         self._blocks: list[list[network_cost.Sample]] = []
+        self._host: list[host_cost.HostStep] = []
         self._profile = measured_profile.layout_profile(sizes, order, world_size=group.world_size, name="warm-up")
         plans = warmup_plans(self._profile, mode)
         self.plans = [plans[step % len(plans)] for step in range(options.plan.warmup_steps)]
@@ -117,12 +118,14 @@ class Warmup(pending.Owner):
         """The number of calls of the optimizer in the open step."""
         return _PARTS if self._steps and self._steps % 2 == 0 else 1
 
-    def step_ended(self, iteration: _core.IterationRecord | None) -> AgreedPlan | None:
-        """Counts a step in which everything was waited for. Returns what the next step follows, None after the last."""
+    def step_ended(self, iteration: _core.IterationRecord | None, ahead: StepRecord | None = None) -> AgreedPlan | None:
+        """Counts a step in which everything was waited for. Returns what the next step follows, None after the last.
+        ``ahead``: its record, if the host runs ahead of a device."""
         plan = self.plans[self._steps]
         # The first step is not counted: it makes connections and allocates memory.
         if iteration is not None and self._steps > 0:
             self._blocks.append(network_cost.samples_of_rank(plan, iteration.blocks))
+            self._host += [] if ahead is None else [host_cost.host_step(ahead)]
         self._steps += 1
         if self._steps == self._options.plan.warmup_steps:
             return None
@@ -143,7 +146,8 @@ class Warmup(pending.Owner):
             reads = self._search.results(unseen)
         else:
             reads = dict.fromkeys(sorted(unseen), UnseenRead("", "options.unseen_reads says so"))
-        return self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads)
+        host = host_cost.host_times(self._host, host_cost.block_ns(self._parameters[0].device))
+        return self.stopwatch.medians(self._blocks, pack_ns_per_byte, reads, host)
 
     def _combined(self, ranks: Sequence[Measurement]) -> WarmupResult:
         profile = measured_profile.combine_measurements(ranks, self._sizes)
@@ -158,7 +162,6 @@ class Warmup(pending.Owner):
         variation = StepVariation(
             network_cost.cost_spread(samples, link_of(profile)),
             compute_cost.compute_variation(profile, steps),
-            statistics.median(rank.call_ns for rank in ranks),
         )
         return WarmupResult(profile, unseen, variation, network_cost.idle_saving_ns(samples) or 0.0)
 

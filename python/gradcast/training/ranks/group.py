@@ -25,7 +25,7 @@ from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form
 from gradcast.training.compat import extension
 from gradcast.training.options import Nccl
 from gradcast.training.ranks import dropped, group_pool
-from gradcast.training.ranks.nccl_settings import AS_THE_PROGRAM, Settings, settings_for
+from gradcast.training.ranks.nccl_settings import AS_THE_PROGRAM, Settings, settings_for, stream_settings
 from gradcast.training.ranks.store_gather import StoreGather
 from gradcast.training.ranks.together import RanksTogether
 
@@ -206,10 +206,11 @@ def make_group(
     return group
 
 
-def transport_of(group: Group, flats: Sequence[torch.Tensor], wire: str) -> Any:
+def transport_of(group: Group, flats: Sequence[torch.Tensor], wire: str, options: Nccl) -> Any:
     """A transport of blocks of these buffers between the ranks."""
     form = exchange_form(group.hosts, wire, on_device=any(flat.device.type != "cpu" for flat in flats))
-    return extension.load().Transport(group.own, flats, wire, group.hosts.host_of if form == TWO_LEVEL else ())
+    host_of = group.hosts.host_of if form == TWO_LEVEL else ()
+    return extension.load().Transport(group.own, flats, wire, host_of, *streams_of(group, options))
 
 
 def callers_of(process_group: Any, device: torch.device | None = None) -> Group:
@@ -254,6 +255,12 @@ def require_backend(process_group: Any, device: torch.device) -> None:
 def nccl_settings(process_group: Any, device: torch.device, nccl: Nccl = AS_THE_PROGRAM) -> Settings:
     """The settings of NCCL for another group of ranks in ``process_group``, with tensors on this device."""
     return settings_for(_backend(process_group, device), nccl)
+
+
+def streams_of(group: Group, nccl: Nccl) -> tuple[bool, bool, bool]:
+    """See ``stream_settings``."""
+    shared, device = group.shared, group.device
+    return stream_settings(None if shared is None or device is None else _backend(shared, device), nccl)
 
 
 def _without_group(process_group: Any) -> Group:

@@ -45,6 +45,14 @@ def settings_for(backend: Any, nccl: Nccl) -> Settings:
     return tuple(sorted(found.items()))
 
 
+def stream_settings(backend: Any, nccl: Nccl) -> tuple[bool, bool, bool]:
+    """For blocks on a device: they run on gradcast's stream; it has priority over compute; its events time them.
+    ``backend``: that of the program's group. Blocks on gradcast's stream run with its priority, as DDP's buckets would;
+    the communicator's stream has a high one (options_with)."""
+    theirs = getattr(getattr(backend, "options", None), "is_high_priority_stream", False)
+    return nccl.own_stream, bool(theirs) or not nccl.own_stream, nccl.event_times
+
+
 def _policy(name: str, config: Any) -> int:
     value = getattr(dist.ProcessGroupNCCL, f"NCCL_CTA_POLICY_{name.upper()}", None)
     if value is None or not hasattr(config, "cta_policy"):

@@ -44,7 +44,7 @@ class GradientExchange:
         self.buffers, self._table = buffers, table
         self.on_device = any(flat.device.type != "cpu" for flat in buffers.flats)
         self.form = exchange_form(group.hosts, options.wire, on_device=self.on_device)
-        self._transport = transport_of(group, buffers.flats, options.wire)
+        self._transport = transport_of(group, buffers.flats, options.wire, options.nccl)
         self._set_groups()
         self._engine = _core.Engine(self._transport, timeline_iterations=options.watch.timeline_steps)
         self.watch = StallWatchdog(group, options, self._engine)
