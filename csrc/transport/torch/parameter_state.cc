@@ -155,9 +155,13 @@ void bind_parameter_states(py::module_& module) {
       .def("__len__", &States::size)
       .def(
           "__getitem__", [](const States& states, size_t position) { return states.at(position); }, py::arg("position"))
-      .def(
-          "__iter__", [](const States& states) { return py::make_iterator(states.begin(), states.end()); },
-          py::keep_alive<0, 1>());
+      // Not make_iterator(), which ends by throwing: with torch's libraries that takes longer than what the loop does.
+      .def("__iter__", [](const States& states) {
+        py::list list;
+        for (const SharedState& state : states)
+          list.append(state);
+        return py::iter(list);
+      });
   py::implicitly_convertible<py::list, States>();
   module.def("enter", &enter, py::arg("states"), py::arg("phase"), py::arg("before"),
              "Changes the phase of each state. The first one of which it is none of `before`, where that ends.");

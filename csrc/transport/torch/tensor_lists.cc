@@ -133,10 +133,13 @@ py::bytes kinds(const py::list& tensors) {
   return kinds;
 }
 
-bool lie_at(const py::list& tensors, const std::vector<int64_t>& addresses) {
-  if (tensors.size() != addresses.size()) return false;
-  for (size_t i = 0; i < addresses.size(); ++i)
-    if (reinterpret_cast<int64_t>(tensor_of(at_position(tensors, i)).const_data_ptr()) != addresses[i]) return false;
+bool lie_at(const py::list& tensors, const py::buffer& addresses) {
+  const py::buffer_info info = addresses.request();
+  if (!info.item_type_is_equivalent_to<uint64_t>()) throw py::type_error("an array of 64-bit addresses is expected");
+  if (info.size != static_cast<py::ssize_t>(tensors.size())) return false;
+  const auto* expected = static_cast<const uint64_t*>(info.ptr);
+  for (size_t i = 0; i < tensors.size(); ++i)
+    if (reinterpret_cast<uint64_t>(tensor_of(at_position(tensors, i)).const_data_ptr()) != expected[i]) return false;
   return true;
 }
 

@@ -6,7 +6,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <vector>
 
 namespace gradcast {
 
@@ -31,8 +30,8 @@ bool hold_gradients(const pybind11::list& parameters, const pybind11::list& grad
 // The types and devices of these tensors, for comparison.
 pybind11::bytes kinds(const pybind11::list& tensors);
 
-// True if each of these tensors still begins at this address.
-bool lie_at(const pybind11::list& tensors, const std::vector<int64_t>& addresses);
+// True if each of these tensors still begins at this address; `addresses`: an array of type "Q".
+bool lie_at(const pybind11::list& tensors, const pybind11::buffer& addresses);
 
 // True if the values of these dicts, and the items of these lists, one container after the other, are `expected`.
 bool contain(const pybind11::list& containers, const pybind11::list& expected);

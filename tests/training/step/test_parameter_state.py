@@ -162,6 +162,14 @@ def test_states_are_found_by_their_tensors():
     assert table.of(parameters[3]) is None
 
 
+def test_a_loop_over_states_ends_without_a_cpp_exception():
+    """It would take longer than the rest of an update of a few parameters; Python's own iterators throw none."""
+    table = extension.load().GradientTable(["p0", "p1"], [torch.nn.Parameter(torch.ones(2)) for _ in range(2)])
+    loop = iter(table.states)
+    assert type(loop) is type(iter([]))
+    assert [state.name for state in loop] == ["p0", "p1"]
+
+
 def test_a_new_layout_replaces_views_that_are_shown():
     """What has moved is the new view, what the program keeps in .grad stays, and what it has dropped is gone."""
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]

@@ -6,6 +6,7 @@ checkpoint does.
 
 import _signal
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -54,11 +55,11 @@ def after_this() -> Iterator[None]:
     changed: list[int] = []
     try:
         # `signal` does the same, and makes enumerations of what it returns, which takes most of the time.
-        for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
-            if callable(handler):
-                changed.append(number)
-                if not isinstance(handler, _Delayed):
-                    _signal.signal(number, _Delayed(handler))
+        for number in itertools.compress(_NUMBERS, map(callable, map(_signal.getsignal, _NUMBERS))):
+            changed.append(number)
+            handler = _signal.getsignal(number)
+            if not isinstance(handler, _Delayed):
+                _signal.signal(number, _Delayed(handler))
         _State.caught = []
         yield
     finally:

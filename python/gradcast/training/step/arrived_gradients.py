@@ -45,12 +45,11 @@ class ArrivedGradients:
 
     def wait_for(self, states: Sequence[ParameterState]) -> None:
         """Waits until these gradients have arrived, and notes all that have. REQUIRES: all have been sent."""
-        self.note()
         # The message shows whether the ranks' gradients belong together.
         missing = self._table.missing([self._message.index, *extension.load().indices_of(states)])
         if missing:
             self._table.note_arrived(self._exchange.wait(missing, with_earlier=True))
-            self.note()
+        self.note()
         self._weights.receive()
 
     def note(self) -> None:

@@ -108,16 +108,16 @@ class DeferredOptimizer:
             self._partial.is_compared = self._comparison.is_due(arrived)
         return self._partial.is_compared
 
-    def update(self, part: Sequence[ParameterState], *, elsewhere: bool, hidden: bool) -> None:
+    def update(self, part: Sequence[ParameterState], *, last: bool, elsewhere: bool, hidden: bool) -> None:
         """Calls the optimizer once. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards.
 
-        ``elsewhere``: on another thread than the one that trains. ``hidden``: other threads wait for the end.
+        ``last``: no other updates are pending. ``elsewhere``: on another thread than the one that trains. ``hidden``:
+        other threads wait for the end.
         """
         native = extension.load()
         parameters, updates = native.parameters_of(part), native.updates_of(part)
         parameter_state.start_update(part, hidden=hidden)
         self.guard.clear(part)
-        last = not self.due
         before = native.swap_gradients(parameters, updates)
         try:
             used = native.parameters_of(native.with_update(part))

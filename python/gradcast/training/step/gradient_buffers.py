@@ -17,6 +17,7 @@ is never overwritten: the buffer moves to other memory, once, and from then on t
 
 import contextlib
 import dataclasses
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -116,7 +117,7 @@ class GradientBuffers(GradientSizes):
             buffer: torch.zeros_like(self.flats[buffer]) for buffer in {self.buffer_of[i] for i in self.with_groups}
         }
         self.views: list[torch.Tensor] = []
-        self.addresses: list[int] = []  # of the views when they were made; `grad.data = ...` gives a view other memory
+        self.addresses = array("Q")  # of the views when they were made; `grad.data = ...` gives a view other memory
         self.apart: set[int] = set()  # parameters whose .grad has memory of its own
         self.offsets = [0] * len(self.parameters)  # by parameter: of its gradient, in elements
         self.layout: tuple[GradientRange, ...] = ()
@@ -131,7 +132,7 @@ class GradientBuffers(GradientSizes):
         ``lay_out``."""
         for index, gradient in self._moving(self._kept()).items():
             self.parameters[index].grad = gradient
-        self.flats, self.views, self.addresses = [], [], []
+        self.flats, self.views, self.addresses = [], [], array("Q")
 
     def release(self) -> None:
         """Moves gradients out, and refers to no parameter any more. This object must not be used afterwards."""
@@ -160,8 +161,8 @@ class GradientBuffers(GradientSizes):
         """Returns whether these views (None: all) still lie in the buffers."""
         if indices is None:
             return extension.load().lie_at(self.views, self.addresses)
-        views, addresses = [self.views[index] for index in indices], [self.addresses[index] for index in indices]
-        return extension.load().lie_at(views, addresses)
+        addresses = array("Q", [self.addresses[index] for index in indices])
+        return extension.load().lie_at([self.views[index] for index in indices], addresses)
 
     def renew(self, index: int) -> None:
         flat = self.flats[self.buffer_of[index]]
@@ -210,7 +211,7 @@ class GradientBuffers(GradientSizes):
             width = parameter.element_size()
             ends_bytes = (lo + parameter.numel()) * width, end * width
             layout.append(GradientRange(self.names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
-        self.addresses = [view.data_ptr() for view in self.views]
+        self.addresses = array("Q", [view.data_ptr() for view in self.views])
         self.layout = tuple(layout)
         for index, gradient in moving.items():
             self.views[index].copy_(gradient)

@@ -266,13 +266,14 @@ class OptimizerSteps:
         arrived_ns = self._trace.now()
         self.clipping.clip_all()
         for each in self.optimizers:
-            part = self.gradients.table.arrived(each.due)
+            due = each.due
+            part = self.gradients.table.arrived(due)
             if part:
-                self._update(each, part)
+                self._update(each, part, last=len(part) == len(due))
         self._trace.span("update", arrived_ns, self._trace.now())
 
-    def _update(self, optimizer: DeferredOptimizer, part: Sequence[ParameterState]) -> None:
-        """Updates these parameters in one call of the optimizer."""
+    def _update(self, optimizer: DeferredOptimizer, part: Sequence[ParameterState], *, last: bool) -> None:
+        """Updates these parameters in one call of the optimizer. ``last``: no other updates of it are pending."""
         arrived = self.gradients.arrived
         arrived.settle(part)
         self.clipping.clip_part(part)
@@ -282,7 +283,7 @@ class OptimizerSteps:
         hidden = elsewhere and part[0].parameter.is_cpu
         self.updating = frozenset(part if hidden else ())
         try:
-            optimizer.update(part, elsewhere=elsewhere, hidden=hidden)
+            optimizer.update(part, last=last, elsewhere=elsewhere, hidden=hidden)
         except BaseException as error:
             self._fail(part, error)
             raise
