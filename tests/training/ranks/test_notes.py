@@ -19,7 +19,7 @@ def report_of(rank, iteration):
 def play(dtype, world_size, iterations):
     """What each iteration's exchange returns on each rank."""
     sent, sums = torch.zeros(world_size, REPORT_ELEMENTS, dtype=dtype), torch.zeros(REPORT_ELEMENTS, dtype=dtype)
-    reports = [StepReports(own, lambda: sums, rank, world_size) for rank, own in enumerate(sent)]
+    reports = [StepReports(own, sums.tolist, rank, world_size, 2) for rank, own in enumerate(sent)]
     told = []
     for iteration in range(iterations):
         told.append(
@@ -63,7 +63,7 @@ def test_many_ranks_take_turns():
 def test_who_misses_a_turn_reports_the_step_before():
     """Else no round of many ranks would be whole in a loop that completes every tenth step early."""
     own, sums = torch.zeros(2, REPORT_ELEMENTS)
-    reports = StepReports(own, lambda: sums, 40, 64)
+    reports = StepReports(own, sums.tolist, 40, 64, 2)
     reports.exchange(report_of(40, 0))  # the turn of ranks 0 to 31
     assert not own.any()
     reports.exchange(None)

@@ -7,13 +7,12 @@ import contextlib
 import os
 import sys
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 import gradcast
-from gradcast.training.compat import extension, later_read
+from gradcast.training.compat import later_read
 from gradcast.training.plan.expectation import Expectation
 from gradcast.training.step import gradient_exchange
 from training import _late_device
@@ -30,10 +29,10 @@ DELAY_US = 2000
 @contextlib.contextmanager
 def late_device(delay_us=DELAY_US, kind=_late_device.Transport):
     """Every module that is attached in here trains on it."""
-    transports, attach = [], gradcast.attach
+    transports, attach, transport_of = [], gradcast.attach, gradient_exchange.transport_of
 
     def transport(*arguments):
-        transports.append(kind(extension.load().Transport(*arguments), delay_us))
+        transports.append(kind(transport_of(*arguments), delay_us))
         return transports[-1]
 
     def attach_there(*arguments, **options):
@@ -41,9 +40,8 @@ def late_device(delay_us=DELAY_US, kind=_late_device.Transport):
         session_of(handle).exchange.on_device = True
         return handle
 
-    parts = SimpleNamespace(Transport=transport)
-    native = SimpleNamespace(load=lambda: parts)
-    with mock.patch.object(gradient_exchange, "extension", native), mock.patch.object(gradcast, "attach", attach_there):
+    there = mock.patch.object(gradient_exchange, "transport_of", transport)
+    with there, mock.patch.object(gradcast, "attach", attach_there):
         yield transports
 
 

@@ -21,7 +21,6 @@ from gradcast.errors import Error
 from gradcast.training.measure import network_cost
 from gradcast.training.measure.network_cost import Sample
 from gradcast.training.measure.stopwatch import Stopwatch
-from gradcast.training.options import Nccl
 from gradcast.training.ranks import hosts
 from gradcast.training.ranks.group import Group, transport_of
 
@@ -123,7 +122,7 @@ class Bench:
                 f"rank {group.rank} has no memory for {_BLOCKS} blocks of {max(sweep.sizes_bytes)} bytes; give a "
                 "smaller --bytes-max"
             ) from None
-        self._transport = transport_of(group, [self._flat], "fp32", Nccl())
+        self._transport = transport_of(group, [self._flat], "fp32")
         self._engine = _core.Engine(self._transport, timeline_iterations=1)
 
     def shutdown(self) -> None:

@@ -206,11 +206,11 @@ def make_group(
     return group
 
 
-def transport_of(group: Group, flats: Sequence[torch.Tensor], wire: str, options: Nccl) -> Any:
+def transport_of(group: Group, flats: Sequence[torch.Tensor], wire: str, nccl: Nccl = AS_THE_PROGRAM) -> Any:
     """A transport of blocks of these buffers between the ranks."""
     form = exchange_form(group.hosts, wire, on_device=any(flat.device.type != "cpu" for flat in flats))
     host_of = group.hosts.host_of if form == TWO_LEVEL else ()
-    return extension.load().Transport(group.own, flats, wire, host_of, *streams_of(group, options))
+    return extension.load().Transport(group.own, flats, wire, host_of, *streams_of(group, nccl))
 
 
 def callers_of(process_group: Any, device: torch.device | None = None) -> Group:
