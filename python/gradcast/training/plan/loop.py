@@ -91,7 +91,7 @@ class Phase:
     def take_rest(self) -> int:
         """Returns for how many steps nothing is measured now."""
         self._rests_taken += 1
-        return min(_REST_STEPS * 2 ** (self._rests_taken - 1), _REST_STEPS_MAX)
+        return min(_REST_STEPS << (self._rests_taken - 1), _REST_STEPS_MAX)
 
 
 class Fixed(Phase):
