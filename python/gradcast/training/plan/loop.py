@@ -353,9 +353,9 @@ class PlanLoop:
             self.phase.until_ddp, self.phase.ddp_steps_ns = _STEPS_UNTIL_DDP_AGAIN, ddp_steps_ns
 
     def _rest(self, phase: Following) -> None:
-        """Measures nothing for some steps, unless the shares of the batch need that."""
+        """Measures nothing for some steps, unless the shares of the batch or of clipped steps may change meanwhile."""
         phase.until_ddp = _STEPS_AFTER_REASON
-        if self.balancing is None and phase.on_baseline:
+        if self.balancing is None and self._clipping is None and phase.on_baseline:
             phase.rest_steps = phase.take_rest()
             self.meter.pause()
             self.group.info(
