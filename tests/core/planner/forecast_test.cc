@@ -107,8 +107,9 @@ RandomProfileOptions any_profile(uint64_t seed) {
 }
 
 TEST(ForecastAnyProfile, IsNotWorseForPartsAndHostsThanThePlanForTheNetwork) {
+  const uint64_t seeds = std::max<uint64_t>(200, seed_count(1'000));  // of fewer, a tenth is too few to count
   uint64_t better_count = 0;
-  for (uint64_t seed = 0; seed < seed_count(1'000); ++seed) {
+  for (uint64_t seed = 0; seed < seeds; ++seed) {
     SCOPED_TRACE(seed);
     const Profile network = random_profile(seed, any_profile(seed));
     Profile profile = network;
@@ -125,7 +126,7 @@ TEST(ForecastAnyProfile, IsNotWorseForPartsAndHostsThanThePlanForTheNetwork) {
     ASSERT_GE(plan.bound_ns, blind.bound_ns);
     better_count += plan.predicted_ns < 0.99 * blind_ns ? 1 : 0;
   }
-  EXPECT_GT(better_count, seed_count(1'000) / 20);
+  EXPECT_GT(better_count, seeds / 10);
 }
 
 TEST(ForecastAnyProfile, GivesUpNoMoreThanTheToleranceForFewerBlocks) {

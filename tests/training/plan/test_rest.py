@@ -180,7 +180,11 @@ def test_nothing_is_reported_and_step_is_the_optimizers_own(rank, mode):
             training.optimizer.zero_grad()
             training.backward(number)
             training.step()
+            if training.rests[-2:] == [True, False]:
+                iterations = session_of(side.handle).controller.meter.iterations
+                assert not iterations, "reports of steps before the rest would count as new ones"
             if training.rests[-2:] == [True, True]:
+                assert not session_of(side.handle).cycle.gradients.message.own_reports.any()
                 in_rest[0] += reports.call_count - before[0]
                 in_rest[1] += steps.call_count - before[1]
         assert side.handle is None or (reports.call_count > 0 and in_rest == [0, 0]), in_rest
