@@ -115,7 +115,7 @@ def _between_steps(_number: int, training: Training) -> None:
 
 
 def _in_launch_order(rank: Rank) -> Problems:
-    """What could hang is refused; the rest trains as DDP does."""
+    """Settings that could hang are refused; with the others training has DDP's numbers."""
     yield from _as_ddp(rank, ("hook",), metrics=True)
     for mode, norm in (("overlap", nn.LayerNorm), ("hook", nn.SyncBatchNorm)):
         try:

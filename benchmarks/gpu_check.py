@@ -1,4 +1,4 @@
-"""What needs a GPU, in the order of its value, until the time is over; a table of what passed, line by line.
+"""Runs the checks that need a GPU, the most valuable first, until the time is over, and prints a table of what passed.
 
     make gpu-kit                                  # on any machine with nvcc: see gpu_kit.py
     python -m benchmarks.gpu_check FOLDER         # on the machine with the GPU, with build-gpu/kit carried there
@@ -151,7 +151,7 @@ class Table:
         self.add(f"== {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, {identity}")
 
     def _states(self, identity: str) -> dict[str, str]:
-        """Of checks in earlier runs, the last one of each."""
+        """The last result of each check in earlier runs."""
         states, is_ours = {}, False
         for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
             if line.startswith("== "):
@@ -200,7 +200,7 @@ def run(checks: Sequence[Check], machine: Machine, deadline_s: float, *, again: 
 
 
 def run_check(check: Check, machine: Machine, limit: float) -> tuple[str, list[str]]:
-    """How the check has ended, and the lines of its log that belong into the table."""
+    """Returns the result of a check that has ended, and the lines of its log that belong into the table."""
     words, log, begin_s = machine.words(check), machine.logs / f"{check.name}.log", time.monotonic()
     if shutil.which(words[0]) is None:
         return f"left out: there is no {words[0]} here", []

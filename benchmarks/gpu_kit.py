@@ -1,4 +1,4 @@
-"""What the checks of gpu_check.py need compiled: built on one machine, carried to another one, used there as it is.
+"""The compiled parts of gpu_check.py's checks: built on one machine, carried to another one, used there as they are.
 
     python -m benchmarks.gpu_kit [--arch 90] [--python python3.12 ...] [--kit build-gpu/kit]
 
@@ -50,7 +50,7 @@ class KitError(Exception):
 
 
 def digest(names: Iterable[str], suffixes: Collection[str]) -> str:
-    """Of these files of the tree, and of those with such names in these folders."""
+    """A hash of these files of the tree, and of the files with such names in these folders."""
     found = hashlib.sha256()
     for name in names:
         path = ROOT / name

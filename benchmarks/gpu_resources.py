@@ -1,4 +1,4 @@
-"""What a rank holds while it trains: memory of the device and of the host, threads, open files. Cases of gpu_cases.py.
+"""The memory, threads and open files that a rank holds while it trains, on device and host. Cases of gpu_cases.py.
 
 ``memory``: before and after ``attach``, with the plan, and how much it has grown when many steps later training ends.
 ``tiny_steps``: thousands of steps that compute next to nothing, with accumulation, evaluation and ``flush()`` between

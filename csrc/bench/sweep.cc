@@ -140,7 +140,7 @@ class Runner {
     });
   }
 
-  // How many elements are another number.
+  // The number of elements that are not the sum.
   template <typename NumberOf>
   int64_t wrong_count(const Part& all, void* memory, const NumberOf& number_of) {
     int64_t wrong_count = 0;
