@@ -70,6 +70,15 @@ const at::Tensor& tensor_in(const py::handle& object) {
   return THPVariable_Unpack(object.ptr());
 }
 
+// This rank's part of a DTensor, for which it takes the GIL; any other tensor itself.
+at::Tensor local_of(const at::Tensor& tensor) {
+  if (!tensor.key_set().has(c10::DispatchKey::Python)) return tensor;
+  const py::gil_scoped_acquire gil;
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  const py::object local = py::getattr(object, "_local_tensor", py::none());
+  return local.is_none() ? tensor : tensor_in(local);
+}
+
 int64_t address_of(const at::Tensor& tensor) {
   return reinterpret_cast<int64_t>(tensor.const_data_ptr());
 }
@@ -340,7 +349,7 @@ States GradientTable::with_gradient() const {
 uint64_t GradientTable::fingerprint() const {
   uint64_t hash = 0;
   for (const Hooked& hooked : hooked_) {
-    const at::Tensor& parameter = static_cast<AccumulateGrad*>(hooked.node.get())->variable;
+    const at::Tensor parameter = local_of(static_cast<AccumulateGrad*>(hooked.node.get())->variable);
     if (!parameter.is_cpu() || parameter.numel() == 0) continue;
     for (const int64_t element : {int64_t{0}, last_element(parameter)})
       hash = (hash ^ bytes_at(parameter, element)) * kFnvPrime;
@@ -384,10 +393,11 @@ bool GradientTable::place(size_t index, const Armed& armed, bool is_apart) {
     const at::NoGradGuard no_grad;
     // A program's TorchDispatchMode, torch's stream checker for one, may look at the memory of the view.
     const WithoutTorchFunction without_torch_function;
+    const at::Tensor values = local_of(gradient);
     if (armed.scale == 0) {
       view.zero_();  // a batch of nothing has NaNs
-    } else if (!multiply_few(gradient, armed.scale, view)) {
-      at::mul_out(view, gradient, at::native::wrapped_scalar_tensor(armed.scale));
+    } else if (!multiply_few(values, armed.scale, view)) {
+      at::mul_out(view, values, at::native::wrapped_scalar_tensor(armed.scale));
     }
     if (!is_apart) gradient = view;
     if (norm_type_) norm = at::linalg_vector_norm(view, *norm_type_);

@@ -28,7 +28,11 @@ int64_t python_references(const py::list& tensors, size_t position, const at::Te
 // Whether nobody but its entry refers to a value of an optimizer's state, or could notice that it changes.
 bool is_own_value(PyObject* value) {
   if (value == Py_None || PyFloat_CheckExact(value) || PyLong_CheckExact(value) || PyBool_Check(value)) return true;
-  return THPVariable_CheckExact(value) && Py_REFCNT(value) == 1 && THPVariable_Unpack(value).use_count() == 1;
+  if (!THPVariable_Check(value) || Py_REFCNT(value) != 1 || THPVariable_Unpack(value).use_count() != 1) return false;
+  if (THPVariable_CheckExact(value)) return true;
+  const py::object local = py::getattr(value, "_local_tensor", py::none());  // a DTensor's part, and ours
+  return THPVariable_CheckExact(local.ptr()) && Py_REFCNT(local.ptr()) == 2 &&
+         THPVariable_Unpack(local.ptr()).use_count() == 1;
 }
 
 bool is_own_entry(PyObject* entry) {

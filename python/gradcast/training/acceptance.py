@@ -9,6 +9,7 @@ decision as a table.
 import collections
 import dataclasses
 import gc
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -19,17 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import refused
-from gradcast.training.compat import extension
+from gradcast.training.compat import extension, sharding
 from gradcast.training.compat.ddp_takeover import check_comm_hooks, has_buffer_hook
 from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.step import partial_step
+from gradcast.training.step.parameter_state import shown
 from gradcast.training.step.partial_step_check import require_splittable
 from gradcast.training.step.step_settings import Read
+
+_log = logging.getLogger("gradcast")
 
 # Modules that own gradients or parameters: package and name of the class, what to call it, and why it is refused.
 _MODULE_OWNERS = (
     ("torch.distributed", "FullyShardedDataParallel", "FSDP", "FSDP shards parameters and reduces gradients itself"),
-    ("torch.distributed", "FSDPModule", "FSDP2 (fully_shard)", "it shards parameters and reduces gradients itself"),
     ("torch.nn.parallel", "DataParallel", "DataParallel", "it computes on several devices from one process"),
     ("deepspeed", "DeepSpeedEngine", "DeepSpeed's engine", "it reduces gradients and updates parameters itself"),
     ("megatron", "DistributedDataParallel", "Megatron's DistributedDataParallel", "it reduces gradients itself"),
@@ -62,7 +65,8 @@ class Accepted:
     ``whole``: the argument of attach; a list as an nn.ModuleList. ``module``: the user's own, inside its wrappers.
     ``ddp``: the one whose reduction is taken over; None for a bare module. ``called``: the outermost module that every
     forward pass goes through and that no compiler looks into; of a list, all. ``parameters``: those that need
-    gradients, by name. ``read``: what each optimizer's step() reads, if it updates in parts.
+    gradients, by name. ``read``: what each optimizer's step() reads, if it updates in parts. ``shards``: the groups of a
+    module that FSDP2 shards.
     """
 
     whole: nn.Module
@@ -71,6 +75,7 @@ class Accepted:
     called: tuple[nn.Module, ...]
     parameters: dict[str, nn.Parameter]
     read: tuple[Read | None, ...] = ()
+    shards: tuple[sharding.ShardGroup, ...] = ()
 
     @property
     def owned(self) -> tuple[nn.Module, ...]:
@@ -80,7 +85,7 @@ class Accepted:
     def modules_with_buffers(self, broadcast: bool, mode: str) -> tuple[nn.Module, ...]:
         """The modules whose buffers gradcast sends. ``broadcast``: the option of this name, for bare modules."""
         if self.ddp is None:
-            return self.called if broadcast else ()
+            return self.called if broadcast and not self.shards else ()
         sends = mode == "overlap" and self.ddp.broadcast_buffers and len(self.ddp.modules_buffers) > 0
         return (self.module,) if sends and not has_buffer_hook(self.ddp) else ()
 
@@ -108,7 +113,9 @@ def accept(
     ddp = the_ddp(module)
     inner = module if ddp is None else ddp.module
     check_owners(module)
-    parameters = trainable(inner)
+    shards = sharding.groups_of(module)
+    parameters = _sharded(module, ddp, shards) if shards else trainable(inner)
+    left_alone = _left_alone(module, shards) if shards else ()
     if ddp is not None:
         _check_covered(module, ddp)
         _check_ddp(ddp, process_group)
@@ -119,12 +126,12 @@ def accept(
             "the module is a torch.jit.ScriptModule, which takes no hooks around forward; make it an attribute of an "
             "nn.Module, or wrap it in DistributedDataParallel, and give that"
         )
-    check_optimizers(optimizers, parameters)
+    check_optimizers(optimizers, parameters, left_alone)
     in_parts_only = optimizers if in_parts else ()
     for each in in_parts_only:
         partial_step.require_own_step(each)
     read = tuple(require_splittable(each) for each in in_parts_only)
-    return Accepted(module, inner, ddp, called, parameters, read)
+    return Accepted(module, inner, ddp, called, parameters, read, tuple(shards))
 
 
 def joined(modules: Sequence[Any]) -> nn.ModuleList:
@@ -186,9 +193,48 @@ def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Pa
     return found
 
 
-def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Parameter]) -> None:
-    """Raises unless every trainable parameter is in exactly one optimizer, and no optimizer has any other."""
+def _sharded(
+    module: nn.Module, ddp: DistributedDataParallel | None, shards: Sequence[sharding.ShardGroup]
+) -> dict[str, nn.Parameter]:
+    """The trainable parameters of FSDP's groups that have a part on this rank, by name."""
+    if ddp is not None:
+        raise refused("a part of the module is sharded by FSDP, and another is in a DistributedDataParallel; use one")
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for group in shards:
+        missing = [each for each in group.parameters if id(each) not in names]
+        if missing:
+            raise refused("parameters of the module are gathered now; call module.reshard() before attach")
+        reason = group.reason_against()
+        if reason is not None:
+            raise refused(f"FSDP's group with {names[id(group.parameters[0])]} cannot be attached: {reason}")
+        found |= {names[id(each)]: each for each in group.parameters if each.requires_grad}
+    with_values = {name: each for name, each in found.items() if sharding.local_of(each).numel() > 0}
+    if not with_values:
+        raise refused("FSDP has no trainable part of the module on this rank; shard it over fewer ranks")
+    return with_values
+
+
+def _left_alone(module: nn.Module, shards: Sequence[sharding.ShardGroup]) -> list[nn.Parameter]:
+    """Trainable parameters that an optimizer may have, though nothing of them is sent: those outside of FSDP's groups,
+    which FSDP leaves alone, too, and those with no part on this rank."""
+    in_groups = {id(each) for group in shards for each in group.parameters}
+    outside = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in in_groups}
+    if outside:
+        _log.warning(
+            "%s: outside of FSDP's groups, so neither FSDP nor gradcast averages its gradients", shown(list(outside))
+        )
+    without_part = (p for group in shards for p in group.parameters if sharding.local_of(p).numel() == 0)
+    return [*outside.values(), *without_part]
+
+
+def check_optimizers(
+    optimizers: Sequence[Any], parameters: dict[str, nn.Parameter], left_alone: Sequence[nn.Parameter] = ()
+) -> None:
+    """Raises unless every trainable parameter is in exactly one optimizer, and no optimizer has any other than those
+    that are ``left_alone``."""
     names = {id(parameter): name for name, parameter in parameters.items()}
+    known = names.keys() | set(map(id, left_alone))
     owner: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         _refuse_owned_optimizer(optimizer)
@@ -201,7 +247,7 @@ def check_optimizers(optimizers: Sequence[Any], parameters: dict[str, nn.Paramet
             )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in names and parameter.requires_grad and parameter.numel() > 0:
+                if id(parameter) not in known and parameter.requires_grad and parameter.numel() > 0:
                     raise refused(
                         f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not in the "
                         "module; make it from module.parameters() of the module given here, or give attach a list with "

@@ -17,7 +17,7 @@ from gradcast.training import launch_order, preflight
 from gradcast.training.acceptance import Accepted, accept, check_hooks
 from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
 from gradcast.training.attachment import Attachment
-from gradcast.training.compat import extension
+from gradcast.training.compat import extension, sharding
 from gradcast.training.compat.wrappers import unwrapped_optimizer
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
@@ -99,6 +99,8 @@ def attach_to_quorum(quorum: Quorum, plans: Plans, module: nn.Module | Sequence[
     preflight.check_clipping(options, [])
     preflight.check_local_steps(options, [], module, disabled=False)
     accepted = accept(module, [], None)
+    if accepted.shards:
+        raise refused("the module is sharded by FSDP, which torchft's process groups do not fit; train without gradcast")
     _refuse_attached(accepted)
     check_hooks(accepted.parameters, [])
     options = dataclasses.replace(options, broadcast_buffers=False)
@@ -140,6 +142,8 @@ def _checked(
     preflight.check_local_steps(options, optimizers, module, disabled=disabled)
     accepted = accept(module, optimizers, process_group, in_parts=not local)
     _refuse_attached(accepted)
+    if accepted.shards:
+        preflight.check_sharded(options, accepted, disabled=disabled)
     if callers.world_size > 1:
         check_hooks(accepted.parameters, [*idle, *([] if accepted.ddp is None else [accepted.ddp])])
     callers.device = accepted.device
@@ -150,6 +154,8 @@ def _checked(
 
 def _given_group(module: Any, process_group: Any) -> Any:
     """The group whose ranks call attach: known before the module is checked, so that all learn what one refuses."""
+    if isinstance(module, nn.Module) and sharding.is_sharded(module):
+        return sharding.the_replicas(sharding.groups_of(module), process_group)
     if process_group is None and isinstance(module, nn.Module):
         return next(
             (each.process_group for each in module.modules() if isinstance(each, DistributedDataParallel)), None
@@ -174,7 +180,9 @@ def _attached(
     setup = Setup(accepted, optimizers, group, options, callbacks)
     if mode == "ddp":
         return DisabledSession(setup)
-    if group.world_size > 1 and (mode == "local" or accepted.ddp is None):
+    if accepted.shards:
+        preflight.check_same_values(group, accepted.parameters)
+    elif group.world_size > 1 and (mode == "local" or accepted.ddp is None):
         preflight.copy_model_from_first(group, accepted.module, options)
     if mode == "local":
         return LocalStepsSession(setup)

@@ -17,7 +17,13 @@ from gradcast.training import preflight
 from gradcast.training.acceptance import check_optimizers, check_owners, trainable
 from gradcast.training.compat import fork
 from gradcast.training.compat.module_hooks import InputsHook, around_forward
-from gradcast.training.model_layout import ModelLayout, holds_other_tensors, in_functional_call, refuse_pipeline
+from gradcast.training.model_layout import (
+    ModelLayout,
+    ShardedLayout,
+    holds_other_tensors,
+    in_functional_call,
+    refuse_pipeline,
+)
 from gradcast.training.plan.balancing import Balancing, SamplerCall, check_same_sampler
 from gradcast.training.sessions.forward import is_evaluation
 from gradcast.training.sessions.handover import Handover
@@ -58,7 +64,9 @@ class Attachment:
         accepted = self._setup.accepted
         if accepted.ddp is not None:
             self._handover = Handover(self._setup, accepted.ddp, self._given, self.session)
-        self._hooks += around_forward(accepted.called, self._before_forward, self._after_forward)
+        # FSDP gathers the root's parameters in such a hook.
+        first = bool(accepted.shards)
+        self._hooks += around_forward(accepted.called, self._before_forward, self._after_forward, first=first)
         if accepted.ddp is not None and not isinstance(accepted.module, torch.jit.ScriptModule):
             self._hooks += around_forward([accepted.module], self._before_inner, self._after_inner)
         if self._setup.options.weight == "samples":
@@ -74,7 +82,12 @@ class Attachment:
             self.session.share_out(self._balancing)
         if self._handover is not None:
             self._handover.follow(self.session)
-        self._layout = ModelLayout(self._setup.accepted.whole, self._setup.optimizers, parameters.values())
+        whole, optimizers, shards = self._setup.accepted.whole, self._setup.optimizers, self._setup.accepted.shards
+        self._layout: ModelLayout | ShardedLayout
+        if shards:
+            self._layout = ShardedLayout(shards, optimizers)
+        else:
+            self._layout = ModelLayout(whole, optimizers, parameters.values())
 
     def _compiled_blocks(self) -> CompiledBlocks:
         setup = self._setup
@@ -107,6 +120,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def weight(self, n: Any) -> Iterator[None]:
+        self._refuse_shards("handle.weight()")
         given = self._given
         if not given.active:
             self.session.reduction.take_back()
@@ -123,6 +137,7 @@ class Attachment:
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
         group, what = self._setup.group, "gradcast.BalancedBatchSampler()"
+        self._refuse_shards(what)
         self.session.reduction.take_back()
         waiting = self.session.exchange.watch.waiting(f"{what} on every rank")
         with waiting, group.together(what, beside_blocks=True):
@@ -135,6 +150,10 @@ class Attachment:
             self.session.share_out(self._balancing)
         if group.device.type != "cpu":
             group.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
+
+    def _refuse_shards(self, what: str) -> None:
+        if self._setup.accepted.shards:
+            raise refused(f"{what} counts ranks unlike, and FSDP's reduce-scatter has counted a module's shards alike")
 
     def _weigh_samples(self) -> None:
         count = InputsHook(self._count_samples)
@@ -168,7 +187,7 @@ class Attachment:
         self._is_called = True
         if torch.is_grad_enabled():
             self._refuse_other_ddp()
-        frozen = self.session.long_frozen - self._thawed
+        frozen = set() if self._setup.accepted.shards else self.session.long_frozen - self._thawed
         with self.session.cycle.lock:
             changed = torch.is_grad_enabled() and (bool(frozen) or self._layout.changed())
         self._is_borrowed = in_functional_call() or (changed and holds_other_tensors(self._setup.accepted.module))
@@ -225,6 +244,11 @@ class Attachment:
     def _restart(self, frozen: set[int]) -> None:
         """Begins a session with the parameters that the module has now, without those in ``frozen`` (ids). Collective:
         a model changes on all ranks alike, and all ranks learn in the same step that one is frozen for long."""
+        if self._setup.accepted.shards:
+            raise refused(
+                "the parameters of the sharded module, or those of its optimizers, have changed since attach; call "
+                "handle.detach(), and attach again"
+            )
         before, group, inner = self.session, self._setup.group, self._setup.accepted.module
         # Until all ranks agree, the session stays: a program that goes on after an error meets that again.
         with before.exchange.watch.waiting("the agreement on the module's new parameters"):

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
+from gradcast.training.compat.sharding import ShardGroup
 
 _STATELESS = "torch.nn.utils.stateless"
 _PIPELINE_STAGE = "torch.distributed.pipelining.stage"
@@ -56,6 +57,25 @@ class ModelLayout:
 
     def _updated(self) -> list[list[object]]:
         return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+class ShardedLayout:
+    """The same of a module that FSDP shards, whose members are other tensors while its groups are gathered."""
+
+    def __init__(self, shards: Sequence[ShardGroup], optimizers: Sequence[Optimizer]) -> None:
+        self._shards, self._optimizers = shards, optimizers
+        self._before = self._present()
+
+    def changed(self) -> bool:
+        now = self._present()
+        return now[0] != self._before[0] or not now[1] <= self._before[1]
+
+    def _present(self) -> tuple[list[object], set[int]]:
+        """Parameters by identity and type, and those that are trained."""
+        members = [each for group in self._shards for each in group.parameters]
+        updated = [id(each) for it in self._optimizers for group in it.param_groups for each in group["params"]]
+        trained = {id(each) for each in members if each.requires_grad}
+        return [*map(id, members), *updated, extension.load().kinds(members)], trained
 
 
 def in_functional_call() -> bool:

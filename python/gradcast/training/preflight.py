@@ -2,6 +2,7 @@
 optimizers."""
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
+from gradcast.training.compat.sharding import local_of
 from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.options import Options
 from gradcast.training.plan.proposals import rehearse
@@ -59,6 +61,48 @@ def check_clipping(options: Options, given: Sequence[Any]) -> None:
             "options.clip does not reach the steps of an optimizer whose framework drives it with a "
             "GradScaler; let the framework clip, or use bf16, which needs no scaler"
         )
+
+
+_NOT_SHARDED = {
+    "clip": "clip in the loop: clip_grad_norm_() knows shards, and gradcast's clipping does not yet",
+    "weight": "FSDP's reduce-scatter counts all shards alike",
+    "local": "local steps average whole parameters",
+    "split_compiled": "forward waits where FSDP gathers parameters",
+}
+
+
+def check_sharded(options: Options, accepted: Accepted, *, disabled: bool) -> None:
+    """Raises for what gradcast cannot do with a module that FSDP shards."""
+    for name in options.changed(_NOT_SHARDED):
+        raise refused(f"options.{name} is given with a module that FSDP shards: {_NOT_SHARDED[name]}; omit it")
+    if disabled and accepted.shards[0].replicas is None:
+        raise refused(
+            "GRADCAST_DISABLE is set, and nothing else would average the gradients over the replicas that attach was "
+            "given; unset the variable, or shard the module with a mesh of two dimensions"
+        )
+
+
+def check_same_values(group: Group, parameters: dict[str, nn.Parameter]) -> None:
+    """Raises on every rank, naming a parameter that differs between replicas, which FSDP does not make equal.
+    Collective."""
+
+    def own() -> dict[str, str]:
+        return {name: _digest(local_of(each)) for name, each in parameters.items()}
+
+    everyone = group.computed_by_each(own, "comparing the replicas' parameters")
+    for rank, theirs in enumerate(everyone):
+        name = next((name for name in everyone[0] if theirs.get(name) != everyone[0][name]), None)
+        if name is not None:
+            raise refused(
+                f"{name} differs between replicas 0 and {rank}, and FSDP does not make replicas equal; give all of "
+                "them the same seed, or load the same checkpoint, before attach"
+            )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of a tensor's bytes."""
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()
 
 
 def check_as_several(accepted: Accepted, mode: str, options: Options) -> None:

@@ -65,13 +65,16 @@ def around_forward(
     modules: Iterable[nn.Module],
     before: Callable[[nn.Module, Any, bool], None],
     after: Callable[[nn.Module, Any, bool], Any],
+    *,
+    first: bool = False,
 ) -> list[Any]:
     """Registers functions that are called before and after each forward pass, with its inputs and with its output.
+    ``first``: before any other function that is called before it.
 
     Returns the handles that remove them.
     """
     handles = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(UncopiedHook(before)))
+        handles.append(module.register_forward_pre_hook(UncopiedHook(before), prepend=first))
         handles.append(module.register_forward_hook(UncopiedHook(after)))
     return handles

@@ -46,7 +46,7 @@ class DisabledSession(TrainingSession):
             self._interceptions = intercepted(setup.optimizers, self._on_step)
             self._removables += [clip, *self._interceptions]
         wrappers = [] if accepted.ddp is None else [accepted.ddp]
-        if accepted.ddp is None and setup.group.world_size > 1:
+        if accepted.ddp is None and not accepted.shards and setup.group.world_size > 1:
             setup.group.meet()
             hidden = HiddenDdp(accepted.called, setup.group.shared, broadcast_buffers=options.broadcast_buffers)
             self._removables.append(hidden)

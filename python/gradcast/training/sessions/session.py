@@ -52,6 +52,7 @@ from gradcast.training.step.module_buffers import BUFFERS_NAME, WHAT, ModuleBuff
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.sent_tensors import sent_tensors
+from gradcast.training.step.sharded_gradients import ShardedGradients
 from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.weights import GivenWeights, StepWeights
 
@@ -96,7 +97,9 @@ class Session(TrainingSession):
             by_norm = clipping.NormClipping(states, buffers, message, options, group.world_size, weights.factor)
         by_value = None if options.clip.value is None else clipping.ValueClipping(options)
         travelling = None if index is None else module_buffers
-        gradients = GradientHooks(states, table, exchange, message, weights, by_norm, travelling, consistency)
+        parts = states, table, exchange, message, weights, by_norm, travelling, consistency
+        shards = accepted.shards
+        gradients = ShardedGradients(shards, *parts) if shards else GradientHooks(*parts)
         steps = OptimizerSteps(
             optimizers,
             accepted.read,

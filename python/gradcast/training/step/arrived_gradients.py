@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gradcast.training.compat import extension
+from gradcast.training.compat.sharding import local_of
 from gradcast.training.step import parameter_state
 from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.parameter_state import LocallyUnused, ParameterState
@@ -35,6 +36,7 @@ class ArrivedGradients:
         weights: StepWeights,
         consistency: RankConsistency,
     ) -> None:
+        self.adds: set[int] = set()  # parameters whose sum is added to their ``.grad``, not copied there
         self._table, self._exchange, self._message = table, exchange, message
         self._weights, self._consistency = weights, consistency
 
@@ -69,6 +71,7 @@ class ArrivedGradients:
             state.frozen_steps = state.frozen_steps + 1 if is_frozen else 0
             if not is_used:
                 state.copy_due = False
+                self.adds.discard(state.index)
                 self._restore(state, locally_unused)
         for state in unusual:
             self.copy_arrived(state)
@@ -79,15 +82,16 @@ class ArrivedGradients:
         self._weights.finish(state.index for state in states)
 
     def copy_arrived(self, state: ParameterState) -> None:
-        """Copies the sum into a ``.grad`` outside of the buffer. REQUIRES: this gradient has arrived."""
+        """Copies the sum into a ``.grad`` outside of the buffer, or adds it. REQUIRES: this gradient has arrived."""
         if state.copy_due:
             state.copy_due = False
-            _copy(self._exchange.buffers.views[state.index], into=state.visible_grad)
+            _copy(self._exchange.buffers.views[state.index], state.visible_grad, adds=state.index in self.adds)
+            self.adds.discard(state.index)
 
     def _restore(self, state: ParameterState, locally_unused: LocallyUnused) -> None:
         """Restores the ``.grad`` of before the step, as no rank has used the parameter."""
         if locally_unused.was_view:
-            _copy(locally_unused.grad_before, into=state.visible_grad)
+            _copy(locally_unused.grad_before, state.visible_grad)
             return
         state.update_grad = locally_unused.grad_before
         if state.parameter.grad is state.visible_grad:
@@ -102,10 +106,11 @@ class ArrivedGradients:
                 state.visible_grad = None
 
 
-def _copy(value: torch.Tensor, into: torch.Tensor) -> None:
-    """Copies, although ``into`` may be pending."""
+def _copy(value: torch.Tensor, into: torch.Tensor, *, adds: bool = False) -> None:
+    """Copies, or ``adds``, although ``into`` may be pending."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        into.copy_(value)
+        into = local_of(into)
+        into.add_(value) if adds else into.copy_(value)
         if into.is_cuda:  # the current stream need not be the one that these tensors were allocated on
             stream = torch.cuda.current_stream(into.device)
             value.record_stream(stream)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension, interrupts
+from gradcast.training.compat.sharding import local_of
 from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.optimizer_state import Lock, OptimizerStateGuard
 from gradcast.training.step.parameter_state import ParameterState
@@ -39,6 +40,7 @@ class DeferredOptimizer:
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self.states = extension.load().States([state for state in states if id(state.parameter) in held])
         self._comparison = PartComparison(self.states, warn_once)
+        self._is_sharded = any(local_of(state.parameter) is not state.parameter for state in self.states)
         self._places = Places([])
         self._others: list[torch.Tensor] = []  # that it updates beside ``states``
         self._partial: PartialStep | None = None  # while some of its updates are pending
@@ -75,6 +77,8 @@ class DeferredOptimizer:
 
     def held(self) -> list[ParameterState]:
         """Parameters whose memory the program holds, or another process shares: they could read an update unnoticed."""
+        if self._is_sharded:  # FSDP holds the memory, and reads it where gradcast knows
+            return []
         native = extension.load()
         parameters = native.parameters_of(self.states)
         found = native.held_elsewhere(parameters, None, False)

@@ -24,6 +24,7 @@ import torch
 
 from gradcast import _core
 from gradcast.training.compat import extension
+from gradcast.training.compat.sharding import local_of
 from gradcast.training.ranks.group import Message
 
 # NCCL and torch's kernels move 16 bytes at a time where they can; 32 bytes of fp32 are 16 on a 16-bit wire.
@@ -53,6 +54,7 @@ class GradientSizes:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], wire: str = "fp32") -> None:
         self.names, self.parameters = list(names), list(parameters)
+        self.shapes = [local_of(each) for each in self.parameters]  # a tensor each, as what is sent of it
         self.wire = wire
         self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
         self.buffer_of = [self.dtypes.index(parameter.dtype) for parameter in parameters]
@@ -70,9 +72,9 @@ class GradientSizes:
 
     def elements_of(self, index: int) -> int:
         """Elements of the gradient and its padding. No plan has an empty tensor."""
-        parameter = self.parameters[index]
-        unit = GROUP_ELEMENTS if self.has_groups(index) else ALIGNMENT_BYTES // parameter.element_size()
-        return -(-max(1, parameter.numel()) // unit) * unit
+        shape = self.shapes[index]
+        unit = GROUP_ELEMENTS if self.has_groups(index) else ALIGNMENT_BYTES // shape.element_size()
+        return -(-max(1, shape.numel()) // unit) * unit
 
     def bytes_of(self, index: int) -> int:
         return self.elements_of(index) * self.parameters[index].element_size()
@@ -110,7 +112,7 @@ class GradientBuffers(GradientSizes):
         """``allocating``: the context of each allocation of a buffer."""
         super().__init__(names, parameters, wire)
         self._allocating = allocating
-        self._world_size = world_size
+        self.world_size = world_size
         self.flats = self._new_flats()
         self.with_groups = [i for i in range(len(self.names)) if self.has_groups(i) and self.is_gradient(i)]
         self.residuals = {
@@ -138,11 +140,11 @@ class GradientBuffers(GradientSizes):
         """Moves gradients out, and refers to no parameter any more. This object must not be used afterwards."""
         self.move_out()
         self.residuals = {}
-        self.parameters = [torch.empty_like(each, device="meta") for each in self.parameters]  # their sizes
+        self.parameters = self.shapes = [torch.empty_like(each, device="meta") for each in self.shapes]
 
     def residual_of(self, index: int) -> torch.Tensor:
         """The residual of a gradient that has groups, like its view."""
-        return _view(self.residuals[self.buffer_of[index]], self.offsets[index], self.parameters[index])
+        return _view(self.residuals[self.buffer_of[index]], self.offsets[index], self.shapes[index])
 
     def groups(self, buffer: int) -> list[tuple[int, int, bool, int]]:
         """The segments of a buffer with groups, one by gradient: first element, number of elements, whether they are
@@ -152,8 +154,8 @@ class GradientBuffers(GradientSizes):
         depends neither on the layout nor on the plan.
         """
         return sorted(
-            (self.offsets[index], each.numel(), each.dim() < 2, index % self._world_size)
-            for index, each in enumerate(self.parameters)
+            (self.offsets[index], each.numel(), each.dim() < 2, index % self.world_size)
+            for index, each in enumerate(self.shapes)
             if self.buffer_of[index] == buffer and each.numel() > 0
         )
 
@@ -166,7 +168,7 @@ class GradientBuffers(GradientSizes):
 
     def renew(self, index: int) -> None:
         flat = self.flats[self.buffer_of[index]]
-        self.views[index] = _view(flat, self.offsets[index], self.parameters[index])
+        self.views[index] = _view(flat, self.offsets[index], self.shapes[index])
 
     def is_kept(self) -> bool:
         """True if the program keeps a gradient that is no longer a ``.grad``, which the next one would overwrite."""
@@ -204,13 +206,13 @@ class GradientBuffers(GradientSizes):
         layout = []
         offsets = [0] * len(self.flats)
         for index in order:
-            parameter, buffer = self.parameters[index], self.buffer_of[index]
+            shape, buffer = self.shapes[index], self.buffer_of[index]
             lo = self.offsets[index] = offsets[buffer]
             end = offsets[buffer] = lo + self.elements_of(index)
-            self.views[index] = _view(self.flats[buffer], lo, parameter)
-            width = parameter.element_size()
-            ends_bytes = (lo + parameter.numel()) * width, end * width
-            layout.append(GradientRange(self.names[index], buffer, lo * width, *ends_bytes, parameter.dtype))
+            self.views[index] = _view(self.flats[buffer], lo, shape)
+            width = shape.element_size()
+            ends_bytes = (lo + shape.numel()) * width, end * width
+            layout.append(GradientRange(self.names[index], buffer, lo * width, *ends_bytes, shape.dtype))
         self.addresses = array("Q", [view.data_ptr() for view in self.views])
         self.layout = tuple(layout)
         for index, gradient in moving.items():

@@ -160,7 +160,10 @@ class GradientHooks:
 
     def _await_end(self, task: int) -> None:
         self.passes.running = task
-        torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self, task))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of(task))
+
+    def _end_of(self, task: int) -> Any:
+        return _BackwardEnd(self, task)
 
     def _on_gradient(self, index: int) -> None:
         state = self.states[index]
@@ -285,10 +288,7 @@ class GradientHooks:
         for state in self.table.idle():
             if failed or state.index not in self.used_unsynchronized:
                 self._note_unused(state, failed)
-            if state.parameter.grad is None and state.index in self.exchange.buffers.apart:
-                state.parameter.grad = torch.zeros_like(state.parameter, requires_grad=False)
-            elif state.parameter.grad is None:
-                state.parameter.grad = self.exchange.buffers.views[state.index].zero_()
+            self._substitute(state)
             self._place(state)
             if state.locally_unused is not None:  # the parameter may turn out to have no gradient
                 pending.mark([state.parameter], self.listener, gradients_known=False)
@@ -298,6 +298,13 @@ class GradientHooks:
         if self._module_buffers is not None and self._module_buffers.on_backward_end():
             self._send_tensor(self._module_buffers.index, self.listener, used=True)
         self.used_unsynchronized.clear()
+
+    def _substitute(self, state: ParameterState) -> None:
+        """Gives ``.grad`` what this rank sends of a gradient that backward has not made."""
+        if state.parameter.grad is None and state.index in self.exchange.buffers.apart:
+            state.parameter.grad = torch.zeros_like(state.parameter, requires_grad=False)
+        elif state.parameter.grad is None:
+            state.parameter.grad = self.exchange.buffers.views[state.index].zero_()
 
     def _note_unused(self, state: ParameterState, failed: bool) -> None:
         gradient, view = state.parameter.grad, self.exchange.buffers.views[state.index]

@@ -17,6 +17,7 @@ from torch import nn
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
+from gradcast.training.compat.sharding import local_of
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.partial_step import PartialStep
 
@@ -67,11 +68,11 @@ class PartComparison:
             known = extension.load().with_update(arrived)
             indices = extension.load().indices_of(known)
             if self._watched not in indices:
-                with_values = [state for state in known if state.update_grad.numel() > 0]
+                with_values = [state for state in known if local_of(state.update_grad).numel() > 0]
                 if not with_values:
                     return False
-                self._watched = min(with_values, key=lambda state: state.update_grad.numel()).index
-            norm = torch.linalg.vector_norm(known[indices.index(self._watched)].update_grad).item()
+                self._watched = min(with_values, key=lambda state: local_of(state.update_grad).numel()).index
+            norm = torch.linalg.vector_norm(local_of(known[indices.index(self._watched)].update_grad)).item()
         before = self._norms.setdefault(self._watched, norm)
         self._norms[self._watched] = norm
         return not before / _OUTLIER <= norm <= before * _OUTLIER
@@ -95,7 +96,7 @@ class PartComparison:
             run_all()
             return
         run_all()
-        if not _is_same(parameter.detach(), alone, before):
+        if not _is_same(*map(local_of, (parameter.detach(), alone, before))):
             raise refused(
                 f"{partial.name} gives a parameter of shape {tuple(parameter.shape)} another value alone than in a "
                 "whole step: by now it looks at all gradients together, or draws random numbers, so it cannot update "

@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcast.errors import Error, refused
+from gradcast.training.compat.sharding import local_of
 from gradcast.training.step.partial_step import PartialStep, step_without_hooks
 from gradcast.training.step.step_settings import Read
 
@@ -225,7 +226,7 @@ def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """A few parameters of each number of dimensions."""
     by_dimensions: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.numel() > 0:
+        if local_of(parameter).numel() > 0:
             by_dimensions.setdefault(parameter.dim(), []).append(parameter)
     count = max(2, _MAX_PER_GROUP // max(1, len(by_dimensions)))
     return [parameter for alike in by_dimensions.values() for parameter in alike[:count]]
@@ -235,6 +236,7 @@ def _shrunk(value: Any) -> Any:
     """A tensor's first corner. State has its parameter's shape, or a shape derived from it."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
+    value = local_of(value)
     return value.detach()[tuple(slice(_LARGEST_SIDE) for _ in value.shape)].clone()
 
 

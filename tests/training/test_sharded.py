@@ -1,0 +1,406 @@
+"""Modules that FSDP2 shards: with gradcast between the replicas they train as native HSDP does, bit for bit.
+
+Each loop runs on two replicas of two shards, once under native HSDP and once attached; ``replicate()`` on two replicas.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+
+import gradcast
+from training import compare
+from training.attached import attach, error_of
+from training.needs import torch
+from training.pool import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+nn = torch.nn
+WIDTH, BATCH, STEPS = 12, 4, 9
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Sequential):
+    def __init__(self, outputs: int = 5) -> None:
+        torch.manual_seed(7)
+        super().__init__(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, outputs))
+
+
+def mesh_of(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, rank.size // 2), mesh_dim_names=("replicas", "shards"))
+
+
+def sharded(module: nn.Module, mesh, **settings) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in (each for each in module if isinstance(each, Block)):
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(module, mesh=mesh, **settings)
+
+
+def policy(**types):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(**types)
+
+
+class Training:
+    """A sharded module, trained by native HSDP (``mode`` None) or attached."""
+
+    def __init__(self, rank, mode: str | None, *, build: Callable = lambda mesh: sharded(Net(), mesh), **options):
+        self.rank, self.mode = rank, mode
+        self.module = build(mesh_of(rank))
+        trained = [each for each in self.module.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+        self.handle = attach(self.module, self.optimizer, mode, **options) if mode else None
+        self.seen: dict = {}  # what the loop has read
+
+    def batch(self, number: int):
+        generator = torch.Generator().manual_seed(100 * number + self.rank.index)
+        return torch.randn(BATCH, WIDTH, generator=generator)
+
+    def backward(self, number: int) -> None:
+        self.module(self.batch(number)).float().square().mean().backward()
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.backward(number)
+        self.optimizer.step()
+
+    def result(self) -> dict:
+        if self.handle is not None:
+            assert self.handle.plan_version > 0, "the warm-up goes on"
+            self.handle.flush()
+        named = list(self.module.named_parameters())
+        found = {name: parameter.to_local().detach().clone() for name, parameter in named}
+        gradients = {name: None if p.grad is None else p.grad.to_local().clone() for name, p in named}
+        states = {name: self.optimizer.state.get(parameter, {}) for name, parameter in named}
+        averages = {name: state["exp_avg"].to_local().clone() for name, state in states.items() if state}
+        return {"parameters": found, "gradients": gradients, "averages": averages, "seen": self.seen}
+
+
+def differences(rank, mode: str, loop: Callable[[Training], None], **settings) -> list[str]:
+    results = []
+    for side in (None, mode):
+        training = Training(rank, side, **(settings if side else {k: settings[k] for k in settings if k == "build"}))
+        loop(training)
+        results.append(training.result())
+        if training.handle is not None:
+            training.handle.detach()
+    return compare.trees(results[1], results[0])
+
+
+def steps(training: Training) -> None:
+    for number in range(STEPS):
+        training.step(number)
+
+
+def without_all_reduce(training: Training) -> None:
+    """Two of three passes stay with their replica."""
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        for part in range(3):
+            training.module.set_requires_all_reduce(part == 2)
+            training.backward(10 * number + part)
+        training.optimizer.step()
+
+
+def without_sync(training: Training) -> None:
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        for part in range(3):
+            training.module.set_requires_gradient_sync(part == 2)
+            training.backward(10 * number + part)
+        training.optimizer.step()
+
+
+def synchronized_twice(training: Training) -> None:
+    """As torchtitan's loop, which never switches synchronization off."""
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        for part in range(3):
+            training.backward(10 * number + part)
+        training.optimizer.step()
+
+
+def in_between(training: Training) -> None:
+    """A pass is averaged, the next one kept, the third averaged with it; gradients are read after each."""
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        for part in range(3):
+            training.module.set_requires_all_reduce(part != 1)
+            training.backward(10 * number + part)
+            gradient = training.module[1].up.weight.grad
+            if number % 3 == 2:
+                training.seen[f"{number}.{part}"] = gradient.to_local().clone()
+        training.optimizer.step()
+
+
+def accumulated_over_steps(training: Training) -> None:
+    for number in range(STEPS):
+        if number % 2 == 0:
+            training.optimizer.zero_grad(set_to_none=number % 4 == 0)
+        training.backward(number)
+        training.optimizer.step()
+
+
+def clipped(training: Training) -> None:
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        training.backward(number)
+        norm = nn.utils.clip_grad_norm_(training.module.parameters(), 0.05)
+        training.seen[f"norm {number}"] = norm.full_tensor().detach()
+        training.optimizer.step()
+
+
+def evaluated(training: Training) -> None:
+    for number in range(STEPS):
+        training.step(number)
+        if number % 2:
+            training.module.eval()
+            with torch.no_grad():
+                training.seen[f"output {number}"] = training.module(training.batch(1000)).clone()
+            training.module.train()
+
+
+def saved(training: Training) -> None:
+    for number in range(STEPS):
+        training.step(number)
+        state = training.module.state_dict()
+        training.seen[f"state {number}"] = {name: value.to_local().clone() for name, value in state.items()}
+        if number == STEPS - 2:
+            training.module.load_state_dict({name: value * 1.5 for name, value in state.items()})
+            training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+
+
+def a_part_is_unused(training: Training) -> None:
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        used = training.module[1](training.batch(number)) if number % 3 == 1 else training.module(training.batch(number))
+        used.square().mean().backward()
+        training.optimizer.step()
+
+
+def prefetched(training: Training) -> None:
+    first, second = training.module[1], training.module[2]
+    training.module.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second])
+    steps(training)
+
+
+def under_no_sync(training: Training) -> None:
+    """handle.no_sync() is what set_requires_all_reduce(False) is natively."""
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        training.module.set_requires_all_reduce(training.handle is not None)
+        with training.handle.no_sync() if training.handle else contextlib.nullcontext():
+            training.backward(10 * number)
+        training.module.set_requires_all_reduce(True)
+        training.backward(10 * number + 1)
+        training.optimizer.step()
+
+
+LOOPS = (
+    steps, without_all_reduce, without_sync, synchronized_twice, in_between, accumulated_over_steps, clipped, evaluated,
+    saved, prefetched, under_no_sync,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@on_ranks(4)
+def test_loops_train_as_native_hsdp(rank, loop, mode):
+    return differences(rank, mode, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@on_ranks(2)
+def test_loops_train_as_native_replicate(rank, loop):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def build(_):
+        module, mesh = Net(), init_device_mesh("cpu", (2,), mesh_dim_names=("replicas",))
+        for block in (module[1], module[2]):
+            replicate(block, mesh=mesh)
+        return replicate(module, mesh=mesh)
+
+    return differences(rank, "overlap", loop, build=build)
+
+
+def frozen(mesh):
+    module = Net()
+    for parameter in module[1].up.parameters():
+        parameter.requires_grad_(False)
+    return sharded(module, mesh)
+
+
+BUILDS = {
+    "fp64": lambda mesh: sharded(Net().double(), mesh, mp_policy=policy(cast_forward_inputs=True, param_dtype=torch.double)),
+    "bf16 parameters": lambda mesh: sharded(
+        Net(), mesh, mp_policy=policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ),
+    "bf16": lambda mesh: sharded(Net().bfloat16(), mesh, mp_policy=policy(param_dtype=torch.bfloat16)),
+    "uneven shards": lambda mesh: sharded(Net(outputs=7), mesh),
+    "a shard without a part": lambda mesh: sharded(Net(outputs=1), mesh),
+    "frozen": frozen,
+    "gathered until backward": lambda mesh: sharded(Net(), mesh, reshard_after_forward=False),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@on_ranks(4)
+def test_models_train_as_native_hsdp(rank, build):
+    return differences(rank, "overlap", steps, build=BUILDS[build])
+
+
+@on_ranks(4)
+def test_divisors_of_the_program_are_kept(rank):
+    def build(mesh):
+        module = sharded(Net(), mesh)
+        for part in module.modules():
+            if hasattr(part, "set_gradient_divide_factor"):
+                part.set_force_sum_reduction_for_comms(True)
+                part.set_gradient_divide_factor(8.0)
+        return module
+
+    return differences(rank, "overlap", steps, build=build)
+
+
+@on_ranks(4)
+def test_what_is_not_used_in_a_step_keeps_its_gradient(rank):
+    return differences(rank, "overlap", a_part_is_unused)
+
+
+@on_ranks(4)
+def test_replicas_of_the_programs_own_are_averaged(rank):
+    """A mesh of one dimension, and a process group beside it."""
+    mesh = mesh_of(rank)
+    native = Training(rank, None)
+    ours = Training(
+        rank, "overlap", build=lambda mesh: sharded(Net(), mesh["shards"]), process_group=mesh.get_group("replicas")
+    )
+    for each in (native, ours):
+        steps(each)
+    return compare.trees(ours.result(), native.result())
+
+
+@on_ranks(4)
+def test_detach_gives_the_all_reduce_back(rank):
+    training, native = Training(rank, "overlap"), Training(rank, None)
+    for each in (training, native):
+        steps(each)
+    training.result()
+    training.handle.detach()
+    training.handle = None
+    for each in (training, native):
+        steps(each)
+    return compare.trees(training.result(), native.result())
+
+
+@on_ranks(4)
+def test_updates_wait_until_a_group_is_gathered(rank):
+    training = Training(rank, "overlap")
+    steps(training)
+    due = training.handle.stats()
+    assert due["mode"] == "overlap"
+    names = []
+    gather = training.module[2]._get_fsdp_state()._fsdp_param_group.unshard
+    training.backward(50)
+    training.optimizer.step()
+    group = training.module[2]._get_fsdp_state()._fsdp_param_group
+    group.unshard = lambda *a, **k: (names.extend(training.handle._attached.session.pending_names()), gather(*a, **k))[1]
+    training.module(training.batch(51))
+    return [] if any(name.startswith("2.") for name in names) else [f"nothing of block 2 was pending: {names}"]
+
+
+def refusals(rank) -> dict[str, str]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    mesh = mesh_of(rank)
+
+    def told(build, **options) -> str:
+        module = build(mesh)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        code, sentence = error_of(lambda: gradcast.attach(module, optimizer, **options))
+        assert code == "invalid_use", sentence
+        return sentence
+
+    def other_seed(mesh):
+        module = Net()
+        with torch.no_grad():
+            module[1].up.weight.add_(mesh.get_local_rank("replicas"))
+        return sharded(module, mesh)
+
+    def gathered(mesh):
+        module = sharded(Net(), mesh)
+        module.unshard()
+        return module
+
+    plain = lambda mesh: sharded(Net(), mesh)  # noqa: E731
+    return {
+        "differs between replicas": told(other_seed),
+        "no replicas": told(lambda mesh: sharded(Net(), mesh["shards"])),
+        "bf16 reduction": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(param_dtype=torch.bfloat16))),
+        "fp16": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(reduce_dtype=torch.float16))),
+        "offload": told(lambda mesh: sharded(Net(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+        "reshard": told(lambda mesh: sharded(Net(), mesh, reshard_after_forward=1)),
+        "gathered": told(gathered),
+        "clip": told(plain, options=gradcast.Options(clip=gradcast.Clip(norm=1.0))),
+        "local": told(plain, options=gradcast.Options(local=gradcast.LocalSteps(4))),
+    }
+
+
+def test_refusals_say_what_to_do(ranks):
+    expected = {
+        "differs between replicas": "same seed",
+        "no replicas": "mesh of two dimensions",
+        "bf16 reduction": "wire='bf16'",
+        "fp16": "reduce_dtype=torch.float32",
+        "offload": "omit offload_policy",
+        "reshard": "True or False",
+        "gathered": "module.reshard()",
+        "clip": "clip in the loop",
+        "local": "omit it",
+    }
+    for found in ranks.run(4, refusals):
+        for name, sentence in expected.items():
+            assert sentence in found[name], f"{name}: {found[name]}"
+
+
+@on_ranks(4)
+def test_hooks_of_the_program_are_refused(rank):
+    training = Training(rank, "overlap")
+    training.module[1].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    code, sentence = error_of(lambda: training.step(0))
+    return [] if code == "invalid_use" and "remove the hook" in sentence else [sentence]
+
+
+@on_ranks(4)
+def test_a_changed_model_is_refused(rank):
+    training = Training(rank, "overlap", build=frozen)
+    steps(training)
+    for parameter in training.module.parameters():
+        parameter.requires_grad_(True)
+    code, sentence = error_of(lambda: training.step(0))
+    return [] if code == "invalid_use" and "attach again" in sentence else [sentence]
+
+
+@on_ranks(4)
+def test_a_pass_that_is_averaged_in_parts_is_refused(rank):
+    training = Training(rank, "overlap")
+    steps(training)
+    training.module[1].set_requires_all_reduce(False)
+    code, sentence = error_of(lambda: training.step(0))
+    return [] if code == "invalid_use" and "root module" in sentence else [sentence]
