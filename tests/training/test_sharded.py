@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 import gradcast
-from training import compare
+from gradcast.training.compat import sharding
+from training import compare, inside
 from training.attached import attach, error_of
 from training.needs import torch
 from training.pool import on_ranks
@@ -187,7 +188,9 @@ def saved(training: Training) -> None:
 def a_part_is_unused(training: Training) -> None:
     for number in range(STEPS):
         training.optimizer.zero_grad()
-        used = training.module[1](training.batch(number)) if number % 3 == 1 else training.module(training.batch(number))
+        used = (
+            training.module[1](training.batch(number)) if number % 3 == 1 else training.module(training.batch(number))
+        )
         used.square().mean().backward()
         training.optimizer.step()
 
@@ -247,7 +250,9 @@ def frozen(mesh):
 
 
 BUILDS = {
-    "fp64": lambda mesh: sharded(Net().double(), mesh, mp_policy=policy(cast_forward_inputs=True, param_dtype=torch.double)),
+    "fp64": lambda mesh: sharded(
+        Net().double(), mesh, mp_policy=policy(cast_forward_inputs=True, param_dtype=torch.double)
+    ),
     "bf16 parameters": lambda mesh: sharded(
         Net(), mesh, mp_policy=policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ),
@@ -311,18 +316,32 @@ def test_detach_gives_the_all_reduce_back(rank):
 
 @on_ranks(4)
 def test_updates_wait_until_a_group_is_gathered(rank):
-    training = Training(rank, "overlap")
+    """Where a group is gathered, its own parameters are complete, and later ones' are not."""
+    training = Training(rank, "overlap", policy="fifo")
     steps(training)
-    due = training.handle.stats()
-    assert due["mode"] == "overlap"
-    names = []
-    gather = training.module[2]._get_fsdp_state()._fsdp_param_group.unshard
     training.backward(50)
     training.optimizer.step()
-    group = training.module[2]._get_fsdp_state()._fsdp_param_group
-    group.unshard = lambda *a, **k: (names.extend(training.handle._attached.session.pending_names()), gather(*a, **k))[1]
+    session, found = inside.session_of(training.handle), {}
+    due = set(session.pending_names())
+    for name in ("1.", "2."):
+        block = training.module[int(name[0])]
+        block.up.register_forward_pre_hook(lambda *_, name=name: found.update({name: session.pending_names()}))
     training.module(training.batch(51))
-    return [] if any(name.startswith("2.") for name in names) else [f"nothing of block 2 was pending: {names}"]
+    wrong = [
+        f"{names} where block {block} begins"
+        for block, names in found.items()
+        if any(n.startswith(block) for n in names)
+    ]
+    return wrong if due == {name for name, _ in training.module.named_parameters()} else [f"only {due} were pending"]
+
+
+@on_ranks(4)
+def test_a_number_of_shards_after_forward_is_refused(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicas", "shards"))
+    group = sharding.groups_of(sharded(Net(), mesh, reshard_after_forward=2))[0]
+    return [] if "True or False" in (group.reason_against() or "") else [group.reason_against()]
 
 
 def refusals(rank) -> dict[str, str]:
@@ -355,7 +374,6 @@ def refusals(rank) -> dict[str, str]:
         "bf16 reduction": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(param_dtype=torch.bfloat16))),
         "fp16": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(reduce_dtype=torch.float16))),
         "offload": told(lambda mesh: sharded(Net(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))),
-        "reshard": told(lambda mesh: sharded(Net(), mesh, reshard_after_forward=1)),
         "gathered": told(gathered),
         "clip": told(plain, options=gradcast.Options(clip=gradcast.Clip(norm=1.0))),
         "local": told(plain, options=gradcast.Options(local=gradcast.LocalSteps(4))),
@@ -369,7 +387,6 @@ def test_refusals_say_what_to_do(ranks):
         "bf16 reduction": "wire='bf16'",
         "fp16": "reduce_dtype=torch.float32",
         "offload": "omit offload_policy",
-        "reshard": "True or False",
         "gathered": "module.reshard()",
         "clip": "clip in the loop",
         "local": "omit it",

@@ -70,13 +70,13 @@ const at::Tensor& tensor_in(const py::handle& object) {
   return THPVariable_Unpack(object.ptr());
 }
 
-// This rank's part of a DTensor, for which it takes the GIL; any other tensor itself.
+// This rank's part of a DTensor, also of one that is pending; any other tensor itself. Takes the GIL for classes of
+// Python's.
 at::Tensor local_of(const at::Tensor& tensor) {
   if (!tensor.key_set().has(c10::DispatchKey::Python)) return tensor;
   const py::gil_scoped_acquire gil;
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-  const py::object local = py::getattr(object, "_local_tensor", py::none());
-  return local.is_none() ? tensor : tensor_in(local);
+  return tensor_in(py::module_::import("gradcast.training.compat.sharding").attr("local_of")(object));
 }
 
 int64_t address_of(const at::Tensor& tensor) {

@@ -100,7 +100,9 @@ def attach_to_quorum(quorum: Quorum, plans: Plans, module: nn.Module | Sequence[
     preflight.check_local_steps(options, [], module, disabled=False)
     accepted = accept(module, [], None)
     if accepted.shards:
-        raise refused("the module is sharded by FSDP, which torchft's process groups do not fit; train without gradcast")
+        raise refused(
+            "the module is sharded by FSDP, which torchft's process groups do not fit; train without gradcast"
+        )
     _refuse_attached(accepted)
     check_hooks(accepted.parameters, [])
     options = dataclasses.replace(options, broadcast_buffers=False)

@@ -32,8 +32,11 @@ class Reduced(NamedTuple):
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """This rank's part of a DTensor, also of one that is pending; any other tensor itself."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(tensor, module.DTensor):
+        return tensor
+    return module.DTensor._local_tensor.__get__(tensor)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -114,8 +114,25 @@ def _pending_class(owner: Owner, own_class: type) -> type:
     if own_class not in classes:
         members = {"__module__": own_class.__module__, "_gradcast_class": own_class}
         members["_gradcast_owner"] = weakref.ref(owner)
+        if hasattr(own_class, "_local_tensor"):
+            members["_local_tensor"] = _part_of(own_class)
         classes[own_class] = type(own_class.__name__, (_Pending, own_class), members)
     return classes[own_class]
+
+
+def _part_of(own_class: Any) -> property:
+    """The attribute of a DTensor by which to_local() and full_tensor() read it without an operation."""
+    own = own_class._local_tensor
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        resolve(tensor)
+        return own.__get__(tensor)
+
+    def write(tensor: torch.Tensor, part: torch.Tensor) -> None:
+        resolve(tensor)
+        own.__set__(tensor, part)
+
+    return property(read, write)
 
 
 @functools.cache
