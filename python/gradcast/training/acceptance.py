@@ -65,8 +65,8 @@ class Accepted:
     ``whole``: the argument of attach; a list as an nn.ModuleList. ``module``: the user's own, inside its wrappers.
     ``ddp``: the one whose reduction is taken over; None for a bare module. ``called``: the outermost module that every
     forward pass goes through and that no compiler looks into; of a list, all. ``parameters``: those that need
-    gradients, by name. ``read``: what each optimizer's step() reads, if it updates in parts. ``shards``: the groups of a
-    module that FSDP2 shards.
+    gradients, by name. ``read``: what each optimizer's step() reads, if it updates in parts. ``shards``: the groups of
+    a module that FSDP2 shards.
     """
 
     whole: nn.Module

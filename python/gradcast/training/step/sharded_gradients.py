@@ -1,7 +1,7 @@
 """Gradients of a module that FSDP shards: what its reduce-scatters have made is sent to the other replicas.
 
-FSDP hands over one group after the other. ``.grad`` keeps FSDP's memory; the mean over the replicas is copied there when
-it has arrived, or added to the ``.grad`` of before the pass, as native HSDP adds each pass's mean. A pass without
+FSDP hands over one group after the other. ``.grad`` keeps FSDP's memory; the mean over the replicas is copied there
+when it has arrived, or added to the ``.grad`` of before the pass, as native HSDP adds each pass's mean. A pass without
 all-reduce (set_requires_all_reduce(False), no_sync()) leaves its gradients with the replica until the next one with it.
 """
 
