@@ -153,7 +153,17 @@ class ShardGroup:
         is_begun = group._all_gather_result is not None
         if not group.is_unsharded and is_begun == (self._reader == "wait_for_unshard"):
             self._before_read(self)
+            self._order_gathers()
         return own(*arguments, **named)
+
+    def _order_gathers(self) -> None:
+        """On a device, orders FSDP's streams, which copy and gather, behind updates on the current one."""
+        if self._group.device.type == "cpu":
+            return
+        here = self._group.device_handle.current_stream()
+        for name in ("all_gather_copy_in_stream", "all_gather_stream"):  # made in the first forward pass
+            if hasattr(self._group.comm_ctx, name):
+                getattr(self._group.comm_ctx, name).wait_stream(here)
 
     def _reduce(self, own: Callable[..., Any], *arguments: Any) -> None:
         """FSDP's post_backward(), with the gradients of this pass apart from earlier ones."""
