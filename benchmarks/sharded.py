@@ -12,7 +12,6 @@ hook, overlap   gradcast
 """
 
 import argparse
-import functools
 import json
 import statistics
 import time
@@ -115,13 +114,14 @@ def main() -> None:
         for arm in arms:
             stats = arm.handle.stats() if arm.handle else {}
             rounds = " ".join(f"{each:.1f}" for each in times[arm.name])
+            gain = medians["baseline"] / medians[arm.name]
             print(
-                f"{arm.name:9s} {medians[arm.name]:7.1f} ms, {medians['baseline'] / medians[arm.name]:.3f} x the baseline"
-                f" ({rounds}), predicted {stats.get('predicted_ms')}, as DDP: {stats.get('runs_as_ddp')}"
+                f"{arm.name:9s} {medians[arm.name]:7.1f} ms, {gain:.3f} x the baseline ({rounds}), predicted "
+                f"{stats.get('predicted_ms')}, as DDP: {stats.get('runs_as_ddp')}"
             )
         print(json.dumps({"arguments": vars(args), "rounds_ms": times}))
     differences = [
-        float((one.to_local() - other.to_local()).abs().max())
+        float((one.to_local() - other.to_local()).detach().abs().max())
         for one, other in zip(arms[1].module.parameters(), arms[3].module.parameters(), strict=True)
     ]
     print(f"rank {dist.get_rank()}: largest difference of a parameter to the baseline's {max(differences)}")

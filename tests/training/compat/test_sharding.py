@@ -1,5 +1,6 @@
 """FSDP's groups on a device, with streams that are recorded."""
 
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +17,7 @@ def group_on_device(calls: mock.Mock):
     return SimpleNamespace(
         device=torch.device("cuda"),
         device_handle=SimpleNamespace(
-            current_stream=lambda: "current", stream=lambda stream: calls.entered(stream) or mock.MagicMock()
+            current_stream=lambda: "current", stream=lambda name: contextlib.nullcontext(calls.entered(name))
         ),
         comm_ctx=SimpleNamespace(
             all_gather_copy_in_stream=calls.copy_in, all_gather_stream=calls.gather, reduce_scatter_stream="reduce"
