@@ -73,7 +73,7 @@ def combine_measurements(ranks: Sequence[Measurement], sizes: GradientSizes) -> 
         part_ns=statistics.median(rank.part_ns for rank in ranks),
     )
     profile = with_host_times(profile, [rank.host for rank in ranks])
-    profile = with_shapes(profile, {name: each.shape for name, each in zip(sizes.names, sizes.shapes, strict=True)})
+    profile = with_shapes(profile, {name: sizes.shape_of(index).shape for index, name in enumerate(sizes.names)})
     steps = compute_cost.steps_known_on_all_ranks([rank.compute for rank in ranks])
     return compute_cost.replace_compute(profile, compute_cost.typical_compute(steps)) if steps else profile
 

@@ -8,6 +8,7 @@ Thread safety: autograd's threads, one backward pass at a time; otherwise under 
 import dataclasses
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,15 +32,24 @@ class ForwardPass:
 
 class BackwardPasses:
     """The backward passes of a session. ``running``: the pass that runs, if its end is awaited. ``opened``: the one
-    that has made the open gradients. ``ended``: the last one that has ended with gradients."""
+    that has made the open gradients. ``ended``: the last one that has ended with gradients. ``checked``: the last one
+    before which accumulated gradients were checked."""
 
-    def __init__(self) -> None:
-        self.running = self.opened = self.ended = NO_TASK
+    def __init__(self, *, behind_others: bool = False) -> None:
+        """``behind_others``: others end the pass in callbacks, too, and the one of ``await_end`` comes after them."""
+        self.running = self.opened = self.ended = self.checked = NO_TASK
+        self._behind_others = behind_others
         self._through: tuple[int, ForwardPass] | None = None  # a pass, and the forward pass that it belongs to
         self._forward_thread = threading.get_ident()  # of the last forward pass
         self._opening_thread: int | None = None  # of the pass that makes the open gradients
         # Of forward passes since the last backward pass: the module that was called, and its graph.
         self._graphs: list[tuple[nn.Module, weakref.ref]] = []
+
+    def await_end(self, task: int, on_end: Callable[[], None]) -> None:
+        """Calls ``on_end`` where this pass, which runs, ends; drops it uncalled if the pass fails."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        self.running = task
+        queue((lambda: queue(on_end)) if self._behind_others else on_end)
 
     def watch_output(self, module: nn.Module, output: Any, on_start: WeakHook) -> None:
         """Watches the output of a forward pass of ``module``. ``on_start`` is called before backward makes a gradient.

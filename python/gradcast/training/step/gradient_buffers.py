@@ -54,7 +54,6 @@ class GradientSizes:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], wire: str = "fp32") -> None:
         self.names, self.parameters = list(names), list(parameters)
-        self.shapes = [local_of(each) for each in self.parameters]  # a tensor each, as what is sent of it
         self.wire = wire
         self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
         self.buffer_of = [self.dtypes.index(parameter.dtype) for parameter in parameters]
@@ -64,6 +63,10 @@ class GradientSizes:
         """The order in a warm-up: other tensors before gradients, as they may be ready only where backward ends."""
         return sorted(range(len(self.names)), key=self.is_gradient)
 
+    def shape_of(self, index: int) -> torch.Tensor:
+        """A tensor like what is sent: the parameter, or its part on this rank."""
+        return local_of(self.parameters[index])
+
     def is_gradient(self, index: int) -> bool:
         return not self.names[index].startswith(PASSENGER_PREFIX)
 
@@ -72,7 +75,7 @@ class GradientSizes:
 
     def elements_of(self, index: int) -> int:
         """Elements of the gradient and its padding. No plan has an empty tensor."""
-        shape = self.shapes[index]
+        shape = self.shape_of(index)
         unit = GROUP_ELEMENTS if self.has_groups(index) else ALIGNMENT_BYTES // shape.element_size()
         return -(-max(1, shape.numel()) // unit) * unit
 
@@ -140,11 +143,11 @@ class GradientBuffers(GradientSizes):
         """Moves gradients out, and refers to no parameter any more. This object must not be used afterwards."""
         self.move_out()
         self.residuals = {}
-        self.parameters = self.shapes = [torch.empty_like(each, device="meta") for each in self.shapes]
+        self.parameters = [torch.empty_like(local_of(each), device="meta") for each in self.parameters]
 
     def residual_of(self, index: int) -> torch.Tensor:
         """The residual of a gradient that has groups, like its view."""
-        return _view(self.residuals[self.buffer_of[index]], self.offsets[index], self.shapes[index])
+        return _view(self.residuals[self.buffer_of[index]], self.offsets[index], self.shape_of(index))
 
     def groups(self, buffer: int) -> list[tuple[int, int, bool, int]]:
         """The segments of a buffer with groups, one by gradient: first element, number of elements, whether they are
@@ -155,7 +158,7 @@ class GradientBuffers(GradientSizes):
         """
         return sorted(
             (self.offsets[index], each.numel(), each.dim() < 2, index % self.world_size)
-            for index, each in enumerate(self.shapes)
+            for index, each in enumerate(map(local_of, self.parameters))
             if self.buffer_of[index] == buffer and each.numel() > 0
         )
 
@@ -168,7 +171,7 @@ class GradientBuffers(GradientSizes):
 
     def renew(self, index: int) -> None:
         flat = self.flats[self.buffer_of[index]]
-        self.views[index] = _view(flat, self.offsets[index], self.shapes[index])
+        self.views[index] = _view(flat, self.offsets[index], self.shape_of(index))
 
     def is_kept(self) -> bool:
         """True if the program keeps a gradient that is no longer a ``.grad``, which the next one would overwrite."""
@@ -206,7 +209,7 @@ class GradientBuffers(GradientSizes):
         layout = []
         offsets = [0] * len(self.flats)
         for index in order:
-            shape, buffer = self.shapes[index], self.buffer_of[index]
+            shape, buffer = self.shape_of(index), self.buffer_of[index]
             lo = self.offsets[index] = offsets[buffer]
             end = offsets[buffer] = lo + self.elements_of(index)
             self.views[index] = _view(self.flats[buffer], lo, shape)

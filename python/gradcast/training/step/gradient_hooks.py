@@ -79,7 +79,6 @@ class GradientHooks:
         self.exchange, self.weights, self.clipping = exchange, weights, clipping
         self.message, self._module_buffers = message, module_buffers
         self.passes = BackwardPasses()
-        self._checked_task = NO_TASK  # the last one before which accumulated gradients were checked
         self._hooked_by_program: list[ParameterState] = []
         self.used_unsynchronized: set[int] = set()
         self.open = False
@@ -152,18 +151,11 @@ class GradientHooks:
             return
         listener.stop_watching_reads()
         if reduces:
-            self._await_end(task)
+            self.passes.await_end(task, _BackwardEnd(self, task))
             self._keep_accumulated_apart()
         if self.open:
             # A second backward pass before step(): autograd adds to these gradients, so they must have arrived.
             listener.wait_for_gradients()
-
-    def _await_end(self, task: int) -> None:
-        self.passes.running = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_of(task))
-
-    def _end_of(self, task: int) -> Any:
-        return _BackwardEnd(self, task)
 
     def _on_gradient(self, index: int) -> None:
         state = self.states[index]
@@ -192,7 +184,7 @@ class GradientHooks:
             _refuse_second(first)
             self.listener.wait_for_gradients()
         if self.passes.running == NO_TASK:
-            self._await_end(current())
+            self.passes.await_end(current(), _BackwardEnd(self, current()))
         self._open_step(first)
         if not self.open:
             return
@@ -220,7 +212,7 @@ class GradientHooks:
         self.passes.open()
         if not listener.sends:
             return  # the failure is reported, and no gradient of this step is sent
-        if self.passes.running != self._checked_task:
+        if self.passes.running != self.passes.checked:
             self._keep_accumulated_apart(first)
         counts = first is not None and self.weights.scale != 0
         # A rank that sends nothing counts this pass, too, so that its next signature is right.
@@ -248,7 +240,7 @@ class GradientHooks:
     def _keep_accumulated_apart(self, first: ParameterState | None = None) -> None:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
         ``first``: a gradient that autograd may still hold, because it is about to hand it over."""
-        self._checked_task = self.passes.running
+        self.passes.checked = self.passes.running
         states = [state for state in self.table.with_gradient() if state.index not in self.exchange.buffers.apart]
         # Reading .grad shows whether the ranks have agreed that there is none.
         found = [state for state in states if state is not first and state.parameter.grad is not None]
