@@ -96,6 +96,7 @@ void consider_literature(const Problem& problem, Fastest& fastest) {
   fastest.consider(ddp(problem, {}));
   fastest.consider(mgwfbp(problem, {}));
   fastest.consider(fifo(problem, {}));
+  fastest.consider(fsdp(problem, {}));
   if (unit_count(problem, ProphetOptions{}.partition_bytes) <= kBlockCountMax) {
     fastest.consider(bytescheduler(problem, {}));
     fastest.consider(prophet(problem, {}));

@@ -18,6 +18,7 @@ struct NoOptions {};
 
 std::vector<Block> fifo(const Problem& problem, const NoOptions& options);
 std::vector<Block> mgwfbp(const Problem& problem, const NoOptions& options);
+std::vector<Block> fsdp(const Problem& problem, const NoOptions& options);
 
 struct P3Options {
   int64_t slice_elements = 40'000;

@@ -64,6 +64,10 @@ std::vector<PolicyEntry> published_policies() {
                    &dcredit,
                    {parameter(&DcreditOptions::unit_bytes, "unit_bytes", 0, kSizeMax,
                               "smallest part of a tensor that is sent; 0: tuned")}),
+      policy_entry({.name = "fsdp",
+                    .summary = "one operation for what becomes ready together, as FSDP sends a group to the replicas",
+                    .source = "PyTorch FSDP, VLDB 2023"},
+                   &fsdp),
   };
 }
 

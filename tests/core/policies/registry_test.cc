@@ -27,7 +27,7 @@ TEST(Policies, ForecastFirstThenByPublication) {
     EXPECT_EQ(info.needs_scatter_gather, info.name == "dear");
   }
   EXPECT_EQ(names, (std::vector<std::string>{"forecast", "fifo", "mgwfbp", "p3", "bytescheduler", "ddp", "prophet",
-                                             "dear", "usbyte", "dcredit"}));
+                                             "dear", "usbyte", "dcredit", "fsdp"}));
   EXPECT_EQ(names.front(), kDefaultPolicy);
 }
 
@@ -201,7 +201,7 @@ TEST(MakePlan, RefusesInASentence) {
   const Refusal refusals[] = {
       {{.policy = "fofo"},
        "there is no policy \"fofo\"; the policies are forecast, fifo, mgwfbp, p3, bytescheduler, ddp, prophet, dear, "
-       "usbyte, dcredit"},
+       "usbyte, dcredit, fsdp"},
       {{.policy = "ddp", .parameters = {{"cap_mb", 25}}},
        "policy ddp has no parameter \"cap_mb\"; it has first_bytes, cap_bytes"},
       {{.policy = "fifo", .parameters = {{"cap_bytes", 25}}},

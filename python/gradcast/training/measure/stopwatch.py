@@ -98,9 +98,11 @@ class Stopwatch:
         self._steps.append(self._step)
         self._forward_end = None
 
-    def ready(self, index: int, *, used: bool) -> None:
-        """``used``: autograd made the gradient; False for zeros in place of a missing one."""
-        self._step.ready[index] = self._clock.stamp()
+    def ready(self, index: int, *, used: bool, together_with: int | None = None) -> None:
+        """``used``: autograd made the gradient; False for zeros in place of a missing one. ``together_with``: it was
+        ready when that one was."""
+        earlier = None if together_with is None else self._step.ready.get(together_with)
+        self._step.ready[index] = self._clock.stamp() if earlier is None else earlier
         if used:
             self._step.used.add(index)
 

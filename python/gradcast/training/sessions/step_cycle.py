@@ -248,10 +248,11 @@ class StepCycle:
         """True if ``on_gradient_sent`` must be called for each gradient."""
         return self.controller.warmup is not None
 
-    def on_gradient_sent(self, index: int, *, used: bool) -> None:
-        """Notes that a gradient, or a tensor sent with them, is in the buffer. ``used``: backward has made it."""
+    def on_gradient_sent(self, index: int, *, used: bool, together_with: int | None = None) -> None:
+        """Notes that a gradient, or a tensor sent with them, is in the buffer. ``used``: backward has made it.
+        ``together_with``: the first of those that it has made at the same time."""
         if self.controller.warmup is not None:
-            self.controller.warmup.stopwatch.ready(index, used=used)
+            self.controller.warmup.stopwatch.ready(index, used=used, together_with=together_with)
 
     def on_backward_end(self) -> None:
         """Ends a backward pass: all gradients of the step have been sent."""

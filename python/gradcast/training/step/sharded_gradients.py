@@ -41,6 +41,10 @@ class ShardedGradients(GradientHooks):
                 "the hook, or train without gradcast"
             )
 
+    def _on_timed(self, index: int) -> None:
+        used = self.states[index].locally_unused is None
+        self.listener.on_gradient_sent(index, used=used, together_with=self._sharded.first)
+
     def _substitute(self, state: ParameterState) -> None:
         earlier, state.parameter.grad = state.parameter.grad, torch.zeros_like(state.parameter, requires_grad=False)
         self._sharded.earlier[state.index] = earlier
@@ -59,7 +63,8 @@ class ShardedGradients(GradientHooks):
 class _ReducedGroups:
     """FSDP's groups, as backward passes reduce-scatter them.
 
-    By parameter, ``earlier``: the ``.grad`` of before the pass that runs, ``kept``: the sum of passes without all-reduce.
+    By parameter, ``earlier``: the ``.grad`` of before the pass that runs; ``kept``: the sum of the passes that are not
+    all-reduced.
     """
 
     def __init__(self, gradients: ShardedGradients, shards: Sequence[ShardGroup]) -> None:
@@ -67,6 +72,7 @@ class _ReducedGroups:
         self.earlier: dict[int, torch.Tensor | None] = {}
         self.kept: dict[int, torch.Tensor] = {}
         self._kept_task = NO_TASK  # the last of these passes
+        self.first: int | None = None  # the first parameter of the group that is handed over
 
     def install(self) -> Sequence[ShardGroup]:
         for group in self._shards:
@@ -99,6 +105,7 @@ class _ReducedGroups:
                 parameter.grad = parameter.grad if earlier is None else earlier
                 continue
             self.add_kept(state)
+            self.first = state.index if self.first is None else self.first
             if sends:
                 if not group.averages:
                     local_of(parameter.grad).mul_(gradients.exchange.buffers.world_size)
@@ -108,5 +115,6 @@ class _ReducedGroups:
                 self.kept[state.index] = local_of(parameter.grad)
                 gradients.used_unsynchronized.add(state.index)
                 parameter.grad = earlier
+        self.first = None
         if not sends:
             self._kept_task = current()
