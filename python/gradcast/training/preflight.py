@@ -77,8 +77,8 @@ def check_sharded(options: Options, accepted: Accepted, *, disabled: bool) -> No
         raise refused(f"options.{name} is given with a module that FSDP shards: {_NOT_SHARDED[name]}; omit it")
     if disabled and accepted.shards[0].replicas is None:
         raise refused(
-            "GRADCAST_DISABLE is set, and nothing else would average the gradients over the replicas that attach was "
-            "given; unset the variable, or shard the module with a mesh of two dimensions"
+            "GRADCAST_DISABLE is set, and FSDP does not know the replicas that attach was given, so their gradients "
+            "would not be averaged; unset the variable, or shard the module with a mesh of two dimensions"
         )
 
 

@@ -156,7 +156,7 @@ class ShardGroup:
         return own(*arguments, **named)
 
     def _reduce(self, own: Callable[..., Any], *arguments: Any) -> None:
-        """FSDP's post_backward(), with the gradients of this pass apart from earlier ones."""
+        """FSDP's post_backward(), with this pass's gradients separate from earlier ones."""
         group = self._group
         if not group.reduce_grads:
             own(*arguments)
