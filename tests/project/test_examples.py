@@ -23,6 +23,7 @@ WAIT_S = 120
 NEEDED = {
     "digits.py": ["sklearn"],
     "char_gpt.py": [],
+    "hsdp_gpt.py": [],
     "lightning_digits.py": ["sklearn", "lightning"],
     "trainer_gpt.py": ["transformers", "accelerate"],
 }
@@ -42,6 +43,7 @@ def printed(worker_count, *arguments) -> list[str]:
     [
         ("digits.py", ["--epochs", "2"], ["hook", "overlap"]),
         ("char_gpt.py", ["--steps", "20", "--batch", "2"], ["overlap"]),
+        ("hsdp_gpt.py", ["--steps", "12", "--batch", "1"], ["overlap"]),
         ("lightning_digits.py", ["--epochs", "2"], ["overlap"]),
         ("trainer_gpt.py", ["--steps", "20", "--batch", "2", "--clip", "0.5"], ["overlap"]),
         pytest.param("lightning_digits.py", ["--epochs", "2"], ["hook"], marks=pytest.mark.long),
@@ -51,11 +53,12 @@ def printed(worker_count, *arguments) -> list[str]:
 def test_all_ways_of_training_give_the_same_losses(script, length, modes):
     for package in NEEDED[script]:
         pytest.importorskip(package)
-    stock = printed(2, script, "--gradcast", "off", *length)
+    processes = 4 if script == "hsdp_gpt.py" else 2  # two replicas of two shards
+    stock = printed(processes, script, "--gradcast", "off", *length)
     assert stock
     assert all("loss" in line for line in stock)
     for mode in modes:
-        assert printed(2, script, "--gradcast", mode, *length) == stock
+        assert printed(processes, script, "--gradcast", mode, *length) == stock
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,51 @@ def test_loops_train_as_native_replicate(rank, loop):
     return differences(rank, "overlap", loop, build=build)
 
 
+def checkpointed(training: Training, folder) -> list[str]:
+    """Saves while updates are due, trains on, and goes back to what was saved."""
+    from torch.distributed.checkpoint import save
+
+    steps(training)
+    due = training.handle is None or inside.session_of(training.handle).pending_names()
+    save(state_of(training), checkpoint_id=folder)
+    steps(training)
+    restored(training, folder)
+    steps(training)
+    return [] if due else ["nothing was due"]
+
+
+def state_of(training: Training) -> dict:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    return dict(zip(("module", "optimizer"), get_state_dict(training.module, training.optimizer), strict=True))
+
+
+def restored(training: Training, folder) -> None:
+    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = state_of(training)
+    load(state, checkpoint_id=folder)
+    set_state_dict(
+        training.module, training.optimizer, model_state_dict=state["module"], optim_state_dict=state["optimizer"]
+    )
+
+
+@on_ranks(4)
+def test_checkpoints_by_dcp(rank, tmp_path):
+    """Each side goes back to its own checkpoint, and a new one goes on from that of the other side."""
+    native, ours = Training(rank, None), Training(rank, "overlap")
+    wrong = checkpointed(native, tmp_path / "native") + checkpointed(ours, tmp_path / "ours")
+    expected = native.result()
+    wrong += compare.trees(ours.result(), expected)
+    for mode, folder in ((None, "ours"), ("overlap", "native")):
+        new = Training(rank, mode)
+        restored(new, tmp_path / folder)
+        steps(new)
+        wrong += compare.trees(new.result(), expected)
+    return wrong
+
+
 def frozen(mesh):
     module = Net()
     for parameter in module[1].up.parameters():

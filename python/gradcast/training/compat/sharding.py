@@ -166,7 +166,7 @@ class ShardGroup:
                 getattr(self._group.comm_ctx, name).wait_stream(here)
 
     def _reduce(self, own: Callable[..., Any], *arguments: Any) -> None:
-        """FSDP's post_backward(), with the gradients of this pass apart from earlier ones."""
+        """FSDP's post_backward(), with this pass's gradients separate from earlier ones."""
         group = self._group
         if not group.reduce_grads:
             own(*arguments)
