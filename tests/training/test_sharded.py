@@ -220,14 +220,16 @@ LOOPS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @on_ranks(4)
 def test_loops_train_as_native_hsdp(rank, loop, mode):
     return differences(rank, mode, loop)
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", [steps, *(pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS[1:])], ids=lambda loop: loop.__name__
+)
 @on_ranks(2)
 def test_loops_train_as_native_replicate(rank, loop):
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -309,7 +311,12 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("build", BUILDS)
+FAST_BUILDS = ("bf16 parameters", "uneven shards", "a shard without a part")
+
+
+@pytest.mark.parametrize(
+    "build", [*FAST_BUILDS, *(pytest.param(name, marks=pytest.mark.slow) for name in BUILDS if name not in FAST_BUILDS)]
+)
 @on_ranks(4)
 def test_models_train_as_native_hsdp(rank, build):
     return differences(rank, "overlap", steps, build=BUILDS[build])
@@ -439,6 +446,18 @@ def test_refusals_say_what_to_do(ranks):
     for found in ranks.run(4, refusals):
         for name, sentence in expected.items():
             assert sentence in found[name], f"{name}: {found[name]}"
+
+
+@on_ranks(4)
+def test_what_takes_ranks_for_equal_is_refused(rank):
+    training = Training(rank, "overlap")
+    sentences = [
+        error_of(lambda: training.handle.snapshots("unused", every=3)),
+        error_of(lambda: gradcast.BalancedBatchSampler(range(64), training.handle, 8)),
+        error_of(lambda: training.handle.weight(2).__enter__()),
+        error_of(lambda: gradcast.attach([sharded(Net(), mesh_of(rank))], training.optimizer)),
+    ]
+    return [str(each) for each in sentences if each[0] != "invalid_use" or "shard" not in each[1]]
 
 
 @on_ranks(4)

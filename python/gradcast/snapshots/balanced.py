@@ -47,6 +47,7 @@ class BalancedBatchSampler(PlaceInData, Sampler[list[int]]):
         GRADCAST_DISABLE is set. On a device shares stay even, with a warning: how long a rank computes there is not
         measured."""
         training = TrainingState.of(handle, "BalancedBatchSampler")
+        training.require_whole("BalancedBatchSampler")
         self._attached, self._module = weakref.ref(training.attached), training.module
         self._rank, self._world_size = training.group.rank, training.group.world_size
         self._is_over = False  # the current epoch, for a loader that does not count

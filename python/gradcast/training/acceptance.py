@@ -144,6 +144,10 @@ def joined(modules: Sequence[Any]) -> nn.ModuleList:
             )
         if not isinstance(each, nn.Module):
             raise refused(f"number {position} of the list is a {type(each).__name__}; torch.nn.Modules are expected")
+        if sharding.is_sharded(each):
+            raise refused(
+                f"number {position} of the list is sharded by FSDP; attach to it by itself, with its optimizer"
+            )
         if the_ddp(each) is not None:
             raise refused(
                 f"number {position} of the list holds a DistributedDataParallel; give the plain modules, whose "

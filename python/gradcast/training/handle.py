@@ -274,6 +274,7 @@ class Handle:
         from gradcast.snapshots.writer import SnapshotOptions
 
         options = SnapshotOptions(overhead, keep, every, loader, extra, write_bytes_per_s, over_network, signals)
+        self._training.require_whole("handle.snapshots()")
         if self._snapshots is not None:
             self._snapshots.close()
         self._session.reduction.take_back()

@@ -11,6 +11,7 @@ from gradcast import _core
 from gradcast.errors import refused
 from gradcast.host_traffic import leaving_share
 from gradcast.training.attached_modules import attached_to
+from gradcast.training.compat.sharding import is_sharded
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks.group import Group
 from gradcast.training.sessions.kinds import Attached, TrainingSession, require_attached
@@ -52,6 +53,15 @@ class TrainingState:
         if not isinstance(found, TrainingState):
             raise refused(f"{what} got a {type(handle).__name__} as handle; pass what gradcast.attach() returned")
         return found
+
+    def require_whole(self, what: str) -> None:
+        """Raises Error(invalid_use) for a module that FSDP shards. ``what``: takes all ranks' parameters for equal."""
+        module = self.module()
+        if module is not None and is_sharded(module):
+            raise refused(
+                f"{what} does not know modules that FSDP shards: it takes the ranks' parameters for equal; save shards "
+                "with torch.distributed.checkpoint, and give all ranks the same number of samples"
+            )
 
     @classmethod
     def of_module(cls, module: nn.Module) -> "TrainingState | None":

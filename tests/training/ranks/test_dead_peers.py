@@ -27,7 +27,7 @@ def check_survivors(ends, gone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["overlap", "hook"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_an_exception_in_the_middle_of_backward(mode, world_size):
     ends = launch(world_size, "fails_in_backward", mode, "1")
     assert ends[1].code == 1, ends[1].errors
@@ -57,7 +57,7 @@ def test_an_interrupted_rank_stops_waiting(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["overlap", "hook"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.long)])
 def test_a_survivor_that_catches_the_error_can_leave_well(mode):
     ends = launch(2, "catches_and_leaves", mode, "1")
     assert ends[1].code == 3

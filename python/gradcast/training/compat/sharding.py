@@ -1,7 +1,7 @@
 """FSDP2's groups of parameters (``fully_shard``, ``replicate``), whose all-reduce over replicas gradcast takes over.
 
-This file alone knows private names of torch.distributed.fsdp and of DTensor, those of torch 2.11 to 2.15; ``groups_of``
-refuses others. A group whose mesh has a dimension of replicas is given a mesh without it. FSDP then stops behind its
+This file alone knows private names of torch.distributed.fsdp and of DTensor, those of torch 2.11; ``groups_of`` refuses
+others. A group whose mesh has a dimension of replicas is given a mesh without it. FSDP then stops behind its
 reduce-scatter: ``.grad`` is the mean over the shards on this replica. Parameters and placements stay as they are.
 """
 
@@ -109,6 +109,13 @@ class ShardGroup:
             return "it holds gradients that have not been all-reduced; attach between steps"
         if torch.float16 in (own if reduced is None else {reduced}):
             return "its gradients are reduced in fp16; give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+        if len(own) > 1:
+            return "its parameters have different types; shard those of each type by themselves"
+        if reduced is not None and any(reduced.itemsize > each.itemsize for each in own):
+            return (
+                f"its gradients are reduced in {reduced}, but cast to {min(map(str, own))} before they reach gradcast; "
+                f"keep the parameters in {reduced} (param_dtype computes in another type), or omit reduce_dtype"
+            )
         if reduced is not None and any(reduced.itemsize < each.itemsize for each in own):
             return (
                 f"its gradients are reduced in {reduced}, but cast to {min(map(str, own))} before they reach gradcast; "
