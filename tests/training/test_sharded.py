@@ -5,7 +5,9 @@ Each loop runs on two replicas of two shards, once under native HSDP and once at
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -107,31 +109,36 @@ def steps(training: Training) -> None:
         training.step(number)
 
 
-def without_all_reduce(training: Training) -> None:
-    """Two of three passes stay with their replica."""
+def in_passes(training: Training, before: Callable[[int], None] = lambda part: None) -> None:
+    """Three backward passes in each step; ``before(part)`` is called before each."""
     for number in range(STEPS):
         training.optimizer.zero_grad()
         for part in range(3):
-            training.module.set_requires_all_reduce(part == 2)
+            before(part)
             training.backward(10 * number + part)
         training.optimizer.step()
+
+
+def without_all_reduce(training: Training) -> None:
+    """Two of three passes stay with their replica."""
+    in_passes(training, lambda part: training.module.set_requires_all_reduce(part == 2))
 
 
 def without_sync(training: Training) -> None:
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        for part in range(3):
-            training.module.set_requires_gradient_sync(part == 2)
-            training.backward(10 * number + part)
-        training.optimizer.step()
+    in_passes(training, lambda part: training.module.set_requires_gradient_sync(part == 2))
 
 
 def synchronized_twice(training: Training) -> None:
     """As torchtitan's loop, which never switches synchronization off."""
+    in_passes(training)
+
+
+def two_losses(training: Training) -> None:
+    """Several forward passes before one backward pass."""
     for number in range(STEPS):
         training.optimizer.zero_grad()
-        for part in range(3):
-            training.backward(10 * number + part)
+        batches = [training.batch(10 * number + part) for part in range(2 + number % 2)]
+        sum(training.module(batch).square().mean() for batch in batches).backward()
         training.optimizer.step()
 
 
@@ -215,8 +222,8 @@ def under_no_sync(training: Training) -> None:
 
 
 LOOPS = (
-    steps, without_all_reduce, without_sync, synchronized_twice, in_between, accumulated_over_steps, clipped, evaluated,
-    saved, prefetched, under_no_sync,
+    steps, without_all_reduce, without_sync, synchronized_twice, two_losses, in_between, accumulated_over_steps,
+    clipped, evaluated, saved, prefetched, under_no_sync,
 )  # fmt: skip
 
 
@@ -466,6 +473,82 @@ def test_hooks_of_the_program_are_refused(rank):
     training.module[1].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     code, sentence = error_of(lambda: training.step(0))
     return [] if code == "invalid_use" and "remove the hook" in sentence else [sentence]
+
+
+class Checkpointed(Net):
+    """Calls a block twice, and recomputes in backward."""
+
+    def forward(self, x):
+        x = self[0](x)
+        for block in (self[1], self[1], self[2]):
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self[3](x)
+
+
+@on_ranks(4)
+def test_blocks_that_are_recomputed_train_as_under_native_hsdp(rank):
+    return differences(rank, "overlap", steps, build=lambda mesh: sharded(Checkpointed(), mesh))
+
+
+class ReducedAgain(Net):
+    """Makes FSDP reduce a group again in the same pass, as it does in some programs with checkpoints."""
+
+    def forward(self, x):
+        x = self[0](x)
+        x.register_hook(self.reduce_again)
+        return self[3](self[2](self[1](x)))
+
+    def reduce_again(self, _):
+        group = self[1]._get_fsdp_state()._fsdp_param_group
+        for each in group.fsdp_params:
+            each.unsharded_param.grad = torch.ones_like(each.unsharded_param)
+        group.post_backward()
+
+
+@on_ranks(4)
+def test_a_group_that_is_reduced_twice_is_refused(rank):
+    training = Training(rank, "overlap", build=lambda mesh: sharded(ReducedAgain(), mesh))
+    code, sentence = error_of(lambda: training.step(0))
+    return [] if code == "invalid_use" and "twice in one backward pass" in sentence else [sentence]
+
+
+@on_ranks(4)
+def test_fewer_bits_between_replicas_keep_them_equal(rank):
+    """As the guide advises for bf16."""
+    native, ours = Training(rank, None), Training(rank, "overlap", wire="bf16")
+    for each in (native, ours):
+        steps(each)
+    found, exact = (each.result()["parameters"] for each in (ours, native))
+    assert ours.handle.stats()["wire"] == "bf16"
+    assert compare.trees(found, exact), "nothing was rounded"
+    gathered = [None, None]
+    torch.distributed.all_gather_object(gathered, found, group=mesh_of(rank).get_group("replicas"))
+    return compare.trees(*gathered) + compare.apart(found, exact, 1e-2)
+
+
+@on_ranks(4)
+def test_one_variable_leaves_everything_to_fsdp(rank):
+    with mock.patch.dict(os.environ, {"GRADCAST_DISABLE": "1"}):
+        ours = Training(rank, "overlap")
+    native = Training(rank, None)
+    for each in (native, ours):
+        steps(each)
+    assert ours.handle.stats()["mode"] == "ddp"
+    ours.handle = None
+    return compare.trees(ours.result(), native.result())
+
+
+@on_ranks(4)
+def test_the_gradients_of_a_group_are_ready_together(rank):
+    """So the policy fsdp sends what FSDP would: a block for each group, and the step message."""
+    training = Training(rank, "hook", policy="fsdp")
+    steps(training)
+    ready = {tensor.name: tensor.ready_ns for tensor in training.handle.profile.tensors}
+    groups = {name[0] if name[0] in "12" else "root" for name in ready if name[0].isdigit()}
+    times = {g: {t for name, t in ready.items() if name.startswith(g)} for g in groups - {"root"}}
+    wrong = [f"group {g} is ready at {found}" for g, found in times.items() if len(found) != 1]
+    blocks = training.handle.plan.blocks
+    return wrong if len(blocks) in (len(groups), len(groups) + 1) else [f"{len(blocks)} blocks", *wrong]
 
 
 @on_ranks(4)

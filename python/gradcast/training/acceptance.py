@@ -9,7 +9,6 @@ decision as a table.
 import collections
 import dataclasses
 import gc
-import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -24,11 +23,8 @@ from gradcast.training.compat import extension, sharding
 from gradcast.training.compat.ddp_takeover import check_comm_hooks, has_buffer_hook
 from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.step import partial_step
-from gradcast.training.step.parameter_state import shown
 from gradcast.training.step.partial_step_check import require_splittable
 from gradcast.training.step.step_settings import Read
-
-_log = logging.getLogger("gradcast")
 
 # Modules that own gradients or parameters: package and name of the class, what to call it, and why it is refused.
 _MODULE_OWNERS = (
@@ -222,14 +218,9 @@ def _sharded(
 def _left_alone(module: nn.Module, shards: Sequence[sharding.ShardGroup]) -> list[nn.Parameter]:
     """Trainable parameters that an optimizer may have, though nothing of them is sent: those outside of FSDP's groups,
     which FSDP leaves alone, too, and those with no part on this rank."""
-    in_groups = {id(each) for group in shards for each in group.parameters}
-    outside = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in in_groups}
-    if outside:
-        _log.warning(
-            "%s: outside of FSDP's groups, so neither FSDP nor gradcast averages its gradients", shown(list(outside))
-        )
-    without_part = (p for group in shards for p in group.parameters if sharding.local_of(p).numel() == 0)
-    return [*outside.values(), *without_part]
+    in_groups = {id(each): each for group in shards for each in group.parameters}
+    outside = (each for each in module.parameters() if each.requires_grad and id(each) not in in_groups)
+    return [*outside, *(each for each in in_groups.values() if sharding.local_of(each).numel() == 0)]
 
 
 def check_optimizers(

@@ -184,6 +184,8 @@ def _attached(
         return DisabledSession(setup)
     if accepted.shards:
         preflight.check_same_values(group, accepted.parameters)
+        if group.rank == 0:
+            preflight.warn_of_left_alone(accepted)
     elif group.world_size > 1 and (mode == "local" or accepted.ddp is None):
         preflight.copy_model_from_first(group, accepted.module, options)
     if mode == "local":

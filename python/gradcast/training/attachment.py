@@ -153,7 +153,10 @@ class Attachment:
 
     def _refuse_shards(self, what: str) -> None:
         if self._setup.accepted.shards:
-            raise refused(f"{what} counts ranks unlike, and FSDP's reduce-scatter has counted a module's shards alike")
+            raise refused(
+                f"{what} gives ranks different weights, and of a module that FSDP shards the ranks of a replica count "
+                "alike; omit it"
+            )
 
     def _weigh_samples(self) -> None:
         count = InputsHook(self._count_samples)

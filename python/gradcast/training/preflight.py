@@ -4,6 +4,7 @@ optimizers."""
 import dataclasses
 import hashlib
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,10 @@ from gradcast.training.plan.proposals import rehearse
 from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.hosts import Place, own_place
 from gradcast.training.step.gradient_buffers import GradientSizes
+from gradcast.training.step.parameter_state import shown
 from gradcast.training.step.sent_tensors import sent_tensors
+
+_log = logging.getLogger("gradcast")
 
 
 def check_local_steps(options: Options, optimizers: Sequence[Any], module: Any, *, disabled: bool) -> None:
@@ -82,6 +86,16 @@ def check_sharded(options: Options, accepted: Accepted, *, disabled: bool) -> No
         )
 
 
+def warn_of_left_alone(accepted: Accepted) -> None:
+    """Warns of trainable parameters outside of FSDP's groups."""
+    in_groups = {id(each) for group in accepted.shards for each in group.parameters}
+    outside = [name for name, p in accepted.module.named_parameters() if p.requires_grad and id(p) not in in_groups]
+    if outside:
+        _log.warning(
+            "outside of FSDP's groups, so that neither FSDP nor gradcast averages their gradients: %s", shown(outside)
+        )
+
+
 def check_same_values(group: Group, parameters: dict[str, nn.Parameter]) -> None:
     """Raises on every rank, naming a parameter that differs between replicas, which FSDP does not make equal.
     Collective."""
@@ -100,7 +114,7 @@ def check_same_values(group: Group, parameters: dict[str, nn.Parameter]) -> None
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of a tensor's bytes."""
+    """Returns a hash of the tensor's bytes."""
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()
 

@@ -1,4 +1,4 @@
-// The policies that fuse whole tensors: fifo, ddp, mgwfbp, dear. Blocks are worked out by hand.
+// The policies that fuse whole tensors: fifo, fsdp, ddp, mgwfbp, dear. Blocks are worked out by hand.
 #include <gtest/gtest.h>
 
 #include "policies/published.h"
@@ -14,6 +14,15 @@ TEST(Fifo, OneBlockPerTensorInReadyOrder) {
   // Ready in forward's order, in two buffers.
   EXPECT_EQ(shown(fifo(problem_of({{2, 1, 0, 0, 1}, {3, 2, 0, 0, 0}, {4, 3, 0, 0, 1}}), {})),
             (Shown{"1:[0,2)", "0:[0,3)", "1:[2,6)"}));
+}
+
+TEST(Fsdp, OneBlockForWhatIsReadyTogether) {
+  EXPECT_EQ(shown(fsdp(problem_of({{2, 4}, {3, 4}, {5, 1}, {1, 1}}), {})), (Shown{"0:[5,11)", "0:[0,5)"}));
+  // Alone, as with fifo.
+  EXPECT_EQ(shown(fsdp(problem_of({{2, 4}, {3, 2}}), {})), (Shown{"0:[2,5)", "0:[0,2)"}));
+  // Of several buffers, one block each.
+  EXPECT_EQ(shown(fsdp(problem_of({{2, 1, 0, 0, 0}, {3, 1, 0, 0, 1}, {4, 1, 0, 0, 0}}), {})),
+            (Shown{"0:[0,6)", "1:[0,3)"}));
 }
 
 TEST(Ddp, BucketsCloseWhenTheirCapIsReached) {

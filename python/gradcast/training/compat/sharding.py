@@ -223,10 +223,12 @@ def the_replicas(groups: Sequence[ShardGroup], given: Any) -> Any:
         raise refused("process_group is not the group of the mesh's replicas; omit it")
     if own is None and given is None:
         raise refused(
-            "the module is sharded over all its ranks, so nothing travels between replicas; give fully_shard() a mesh "
-            "of two dimensions (replicas, shards), or attach the process group of the replicas: process_group="
+            "the module has no replicas, and gradcast sends gradients between replicas only; give fully_shard() a mesh "
+            "of two dimensions (replicas, shards), or give attach your replicas' process group, process_group="
         )
     replicas = given if own is None else own
     if replicas.size() == 1:
-        raise refused("there is one replica, so nothing travels between replicas; train without gradcast")
+        raise refused(
+            "the module has one replica, and gradcast sends gradients between replicas; train without gradcast"
+        )
     return replicas

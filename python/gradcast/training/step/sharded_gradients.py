@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gradcast.errors import refused
+from gradcast.training.compat import extension
 from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.compat.sharding import Reduced, ShardGroup, local_of
 from gradcast.training.step import parameter_state, pending
@@ -40,6 +41,11 @@ class ShardedGradients(GradientHooks):
                 "(register_post_accumulate_grad_hook), which FSDP would call before the replicas' mean exists; remove "
                 "the hook, or train without gradcast"
             )
+
+    def is_sent(self, parameter: torch.Tensor) -> bool:
+        """Returns whether the open step has its gradient already."""
+        state = self.table.of(parameter)
+        return state is not None and state.phase != extension.load().Phase.IDLE
 
     def _on_timed(self, index: int) -> None:
         used = self.states[index].locally_unused is None
@@ -98,6 +104,12 @@ class _ReducedGroups:
             raise refused(
                 "one backward pass is all-reduced for some of FSDP's modules and not for others; call "
                 "set_requires_all_reduce() on the root module, for all of them"
+            )
+        if is_opened and any(map(gradients.is_sent, [each.parameter for each in reduced])):
+            raise refused(
+                "FSDP reduces a group twice in one backward pass, as it does in some programs with activation "
+                "checkpointing; use none in a block that is called several times, with use_reentrant=False elsewhere, "
+                "or train without gradcast"
             )
         for parameter, earlier in reduced:
             state = gradients.table.of(parameter)
