@@ -456,6 +456,18 @@ def test_refusals_say_what_to_do(ranks):
 
 
 @on_ranks(4)
+def test_all_shards_refuse_what_the_replicas_of_one_refuse(rank):
+    """The others would wait for these ranks in FSDP. All attach afterwards."""
+    mesh, module = mesh_of(rank), Net()
+    with torch.no_grad():
+        module[1].up.weight[-1].add_(mesh.get_local_rank("replicas"))  # a row of the second shard
+    module = sharded(module, mesh)
+    code, sentence = error_of(lambda: gradcast.attach(module, torch.optim.SGD(module.parameters(), lr=0.1)))
+    wrong = [] if code == "invalid_use" and "1.up.weight differs between replicas 0 and 1" in sentence else [sentence]
+    return wrong + differences(rank, "overlap", steps)
+
+
+@on_ranks(4)
 def test_what_takes_ranks_for_equal_is_refused(rank):
     training = Training(rank, "overlap")
     sentences = [

@@ -1,9 +1,10 @@
 """``gradcast.attach``: checks the call on all ranks, and puts a session on the module."""
 
+import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradcast.errors import refused
+from gradcast.errors import Error, refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
 from gradcast.training import launch_order, preflight
 from gradcast.training.acceptance import Accepted, accept, check_hooks
@@ -70,21 +71,34 @@ def attach_inside(
     detached, nobody calls them, so they reduce nothing."""
     options = options or Options()
     make_log_visible()
-    callers = callers_of(_given_group(module, process_group))
-    with callers.together(_WHAT):
-        accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
-        places = preflight.check_same_call(callers, mode, options)
-    timeout_s, nccl = options.watch.timeout_s, options.nccl
-    group = make_group(callers.shared, accepted.device, timeout_s, reuses=True, nccl=nccl)
-    attached = None
+    callers, replica = _callers(module, process_group)
+    made: list[Attached] = []
     try:
-        with group.together(_WHAT):
-            group.hosts, doubt = hosts.agreed(places)
-            attached = _attached(accepted, optimizers, group, options, mode, doubt)
-            return _handle(accepted, attached, optimizers)
+        with replica.together(_WHAT), _unreported():
+            with callers.together(_WHAT):
+                accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
+                places = preflight.check_same_call(callers, mode, options)
+            timeout_s, nccl = options.watch.timeout_s, options.nccl
+            group = make_group(callers.shared, accepted.device, timeout_s, reuses=True, nccl=nccl)
+            with group.together(_WHAT):
+                group.hosts, doubt = hosts.agreed(places)
+                made.append(_attached(accepted, optimizers, group, options, mode, doubt))
+                handle = _handle(accepted, made[0], optimizers)
+        return handle
     except BaseException:
-        if attached is not None:  # it is another rank that has failed
-            attached.release(reusable=not group.has_failed)
+        for each in made:  # it is another rank that has failed
+            each.release(reusable=not group.has_failed)
+        raise
+
+
+@contextlib.contextmanager
+def _unreported() -> Iterator[None]:
+    """Context inside ``together`` of a module's shards. A failure that all replicas of a shard know is reported to the
+    other shards, too, for they would wait for these ranks in FSDP."""
+    try:
+        yield
+    except Error as error:
+        error.on_all_ranks = False
         raise
 
 
@@ -154,15 +168,18 @@ def _checked(
     return accepted, optimizers, mode
 
 
-def _given_group(module: Any, process_group: Any) -> Any:
-    """The group whose ranks call attach: known before the module is checked, so that all learn what one refuses."""
+def _callers(module: Any, process_group: Any) -> tuple[Group, Group]:
+    """The ranks that call attach, known before the module is checked, so that all learn what one refuses; and those
+    with other shards of the same replica."""
+    alone = Group(0, 1)
     if isinstance(module, nn.Module) and sharding.is_sharded(module):
-        return sharding.the_replicas(sharding.groups_of(module), process_group)
+        groups = sharding.groups_of(module)
+        callers, shards = callers_of(sharding.the_replicas(groups, process_group)), sharding.the_shards(groups)
+        return callers, alone if shards is None else callers_of(shards)
     if process_group is None and isinstance(module, nn.Module):
-        return next(
-            (each.process_group for each in module.modules() if isinstance(each, DistributedDataParallel)), None
-        )
-    return process_group
+        ddps = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
+        process_group = next((each.process_group for each in ddps), None)
+    return callers_of(process_group), alone
 
 
 def _attached(

@@ -69,12 +69,13 @@ def groups_of(module: nn.Module) -> "list[ShardGroup]":
 
 class ShardGroup:
     """One group of parameters, which FSDP gathers and reduce-scatters together. ``replicas``: the process group of the
-    mesh's dimension of replicas; None if it has none."""
+    mesh's dimension of replicas, ``shards``: of that of shards; None if it has none."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._mesh_infos = group.mesh_info, group.post_forward_mesh_info
         self.replicas: Any = getattr(group.mesh_info, "replicate_process_group", None)
+        self.shards: Any = getattr(group.mesh_info, "shard_process_group", None)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -232,3 +233,14 @@ def the_replicas(groups: Sequence[ShardGroup], given: Any) -> Any:
             "the module has one replica, and gradcast sends gradients between replicas; train without gradcast"
         )
     return replicas
+
+
+def the_shards(groups: Sequence[ShardGroup]) -> Any:
+    """The process group of the shards of all groups; None if each rank has whole parameters."""
+    found = {id(each.shards): each.shards for each in groups if each.shards is not None}
+    if len(found) > 1:
+        raise refused(
+            "parts of the module have different shards (their meshes differ); shard them with one mesh, or attach to "
+            "each part by itself"
+        )
+    return next(iter(found.values()), None)
