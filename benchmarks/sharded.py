@@ -9,6 +9,9 @@ alone      nothing is sent between replicas
 baseline   an asynchronous all-reduce for each of FSDP's groups behind its reduce-scatter, all awaited where backward
            ends: what FSDP does on a GPU. (On the CPU its all-reduce is synchronous, which is no fair baseline.)
 hook, overlap   gradcast
+
+With ``--clip 1 --passes 2`` the loop is that of torchtitan: each pass is averaged, every step clips by its two calls,
+and every tenth reads the norm.
 """
 
 import argparse
@@ -51,6 +54,7 @@ class Arm:
     def __init__(self, name: str, args: argparse.Namespace, mesh) -> None:
         torch.manual_seed(0)
         elements = int(args.megabytes * 1e6 / 4 / args.layers)
+        self.max_norm, self.passes, self.norms = args.clip, args.passes, []
         self.name, over = name, mesh if name in ("hook", "overlap") else mesh["shards"]
         self.module = nn.Sequential(
             *(Waiting(elements, args.forward_ms / 1e3 / args.layers) for _ in range(args.layers))
@@ -65,22 +69,35 @@ class Arm:
             for group in groups_of(self.module):
                 group.take_over(lambda _: None, self._send)
         elif name in ("hook", "overlap"):
-            self.handle = gradcast.attach(self.module, self.optimizer if name == "overlap" else None)
+            clip = gradcast.Clip(norm=args.clip if name == "overlap" else None)
+            optimizer = self.optimizer if name == "overlap" else None
+            self.handle = gradcast.attach(self.module, optimizer, options=gradcast.Options(clip=clip))
 
     def _send(self, _, reduced) -> None:
         values = [each.parameter.grad.to_local().div_(self._replicas.size()) for each in reduced]
         self._works += [dist.all_reduce(each, group=self._replicas, async_op=True) for each in values]
 
+    def _clip(self, *, reads: bool) -> None:
+        parameters = list(self.module.parameters())
+        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None], foreach=True)
+        norm = norm.full_tensor()
+        nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm, foreach=True)
+        if reads:
+            self.norms.append(norm.item())
+
     def turn(self, steps: int) -> list[float]:
         """The ms of each step but the first."""
         times = []
-        for _ in range(steps):
+        for step in range(steps):
             began = time.perf_counter()
             self.optimizer.zero_grad()
-            self.module(torch.ones(_WIDTH)).square().mean().backward()
-            for work in self._works:
-                work.wait()
-            self._works.clear()
+            for _ in range(self.passes):
+                self.module(torch.ones(_WIDTH)).square().mean().backward()
+                for work in self._works:
+                    work.wait()
+                self._works.clear()
+            if self.max_norm is not None:
+                self._clip(reads=step % 10 == 9)
             self.optimizer.step()
             times.append(1e3 * (time.perf_counter() - began))
         if self.handle is not None:
@@ -93,6 +110,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=9.6, help="of parameters (default 9.6)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--forward-ms", type=float, default=133.0, help="backward takes twice as long")
+    parser.add_argument("--passes", type=int, default=1, help="backward passes per step, each averaged (default 1)")
+    parser.add_argument("--clip", type=float, help="clip by this norm, as torchtitan does")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=9)
     args = parser.parse_args()
@@ -117,7 +136,7 @@ def main() -> None:
             gain = medians["baseline"] / medians[arm.name]
             print(
                 f"{arm.name:9s} {medians[arm.name]:7.1f} ms, {gain:.3f} x the baseline ({rounds}), predicted "
-                f"{stats.get('predicted_ms')}, as DDP: {stats.get('runs_as_ddp')}"
+                f"{stats.get('predicted_ms')}, as DDP: {stats.get('runs_as_ddp')}, clipping: {stats.get('clipping')}"
             )
         print(json.dumps({"arguments": vars(args), "rounds_ms": times}))
     differences = [

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -74,16 +75,23 @@ def attach_inside(
     callers, replica = _callers(module, process_group)
     made: list[Attached] = []
     try:
-        with replica.together(_WHAT), _unreported():
-            with callers.together(_WHAT):
+        with replica.together(_WHAT):
+            with _unreported(), callers.together(_WHAT):
                 accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
                 places = preflight.check_same_call(callers, mode, options)
-            timeout_s, nccl = options.watch.timeout_s, options.nccl
-            group = make_group(callers.shared, accepted.device, timeout_s, reuses=True, nccl=nccl)
-            with group.together(_WHAT):
-                group.hosts, doubt = hosts.agreed(places)
-                made.append(_attached(accepted, optimizers, group, options, mode, doubt))
-                handle = _handle(accepted, made[0], optimizers)
+            make = functools.partial(
+                make_group, device=accepted.device, timeout_s=options.watch.timeout_s, reuses=True, nccl=options.nccl
+            )
+            preflight.check_same_call(replica, mode, options)
+            norms = None
+            if accepted.shards and options.clip.norm is not None and mode == "overlap":
+                norms = replica if replica.world_size == 1 else make(replica.shared)
+            with _unreported():
+                group = make(callers.shared)
+                with group.together(_WHAT):
+                    group.hosts, doubt = hosts.agreed(places)
+                    made.append(_attached(accepted, optimizers, group, options, mode, doubt, norms))
+                    handle = _handle(accepted, made[0], optimizers)
         return handle
     except BaseException:
         for each in made:  # it is another rank that has failed
@@ -183,9 +191,15 @@ def _callers(module: Any, process_group: Any) -> tuple[Group, Group]:
 
 
 def _attached(
-    accepted: Accepted, optimizers: Sequence[Optimizer], group: Group, options: Options, mode: str, doubt: str | None
+    accepted: Accepted,
+    optimizers: Sequence[Optimizer],
+    group: Group,
+    options: Options,
+    mode: str,
+    doubt: str | None,
+    replica: Group | None,
 ) -> Attached:
-    """Begins the training. ``doubt``: about the hosts, for the log. Collective."""
+    """Begins the training. ``doubt``: about the hosts, for the log. ``replica``: see Setup. Collective."""
     preflight.check_same_model(group, accepted.module)
     is_on_device = accepted.device.type != "cpu"
     if group.world_size == 1 and mode in ("overlap", "hook"):
@@ -196,7 +210,7 @@ def _attached(
         _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
     options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
     callbacks = UpdateCallbacks(accepted.parameters, in_parts=mode == "overlap" and group.world_size > 1)
-    setup = Setup(accepted, optimizers, group, options, callbacks)
+    setup = Setup(accepted, optimizers, group, options, callbacks, replica)
     if mode == "ddp":
         return DisabledSession(setup)
     if accepted.shards:

@@ -5,6 +5,7 @@ with a warm-up of its own. Around a DDP module DDP reduces by itself where no pl
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcast.errors import Error, refused
 from gradcast.training import preflight
 from gradcast.training.acceptance import check_optimizers, check_owners, trainable
+from gradcast.training.called_clipping import loop_calls
 from gradcast.training.compat import fork
 from gradcast.training.compat.module_hooks import InputsHook, around_forward
 from gradcast.training.model_layout import (
@@ -71,6 +73,9 @@ class Attachment:
             self._hooks += around_forward([accepted.module], self._before_inner, self._after_inner)
         if self._setup.options.weight == "samples":
             self._weigh_samples()
+        if accepted.shards and self._setup.options.clips:
+            own = weakref.proxy(self)
+            self._hooks.append(loop_calls(lambda: own.session, self._setup.options.clip, self._setup.group))
         fork.watch(self)
 
     def _begin(self, parameters: dict[str, nn.Parameter], progress: Progress | None = None) -> None:
@@ -115,6 +120,8 @@ class Attachment:
         handover, self._handover = self._handover, None
         if handover is not None:
             handover.release()
+        if self._setup.replica is not None and leaves:
+            self._setup.replica.leave(reusable=reusable)
         # A handle that the program keeps must not keep a DDP, or the next DDP around the module would be refused.
         del self._setup, self._layout, self._compiled
 

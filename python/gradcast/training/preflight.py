@@ -68,7 +68,6 @@ def check_clipping(options: Options, given: Sequence[Any]) -> None:
 
 
 _NOT_SHARDED = {
-    "clip": "clip in the loop: clip_grad_norm_() knows shards, and gradcast's clipping does not yet",
     "weight": "FSDP's reduce-scatter counts all shards alike",
     "local": "local steps average whole parameters",
     "split_compiled": "forward waits where FSDP gathers parameters",

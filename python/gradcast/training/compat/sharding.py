@@ -39,6 +39,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return module.DTensor._local_tensor.__get__(tensor)
 
 
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, collective over its mesh; any other tensor itself."""
+    whole: Any = tensor
+    return tensor if local_of(tensor) is tensor else whole.full_tensor()
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Returns whether fully_shard() or replicate() manages a part of the module."""
     return bool(_sharded_modules(module))

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from gradcast.errors import Error, refused
+from gradcast.training.called_clipping import loop_calls
 from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.sessions.hidden_ddp import HiddenDdp
 from gradcast.training.sessions.kinds import Setup, TrainingSession
@@ -45,6 +47,9 @@ class DisabledSession(TrainingSession):
             self.early_clipping = clip = ClipOnce(accepted.called, options)
             self._interceptions = intercepted(setup.optimizers, self._on_step)
             self._removables += [clip, *self._interceptions]
+            if accepted.shards:
+                own = weakref.proxy(self)
+                self._removables.append(loop_calls(lambda: own, options.clip, setup.group))
         wrappers = [] if accepted.ddp is None else [accepted.ddp]
         if accepted.ddp is None and not accepted.shards and setup.group.world_size > 1:
             setup.group.meet()

@@ -35,13 +35,15 @@ _log = logging.getLogger("gradcast")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The arguments of a session, from ``attach``. ``callbacks``: the functions of ``handle.on_update``."""
+    """The arguments of a session, from ``attach``. ``callbacks``: the functions of ``handle.on_update``. ``replica``:
+    the ranks with the other shards of the module, None if gradcast sends nothing between them."""
 
     accepted: Accepted
     optimizers: Sequence[Optimizer]
     group: Group
     options: Options
     callbacks: UpdateCallbacks
+    replica: Group | None = None
 
 
 class TrainingSession:

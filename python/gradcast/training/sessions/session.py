@@ -52,6 +52,7 @@ from gradcast.training.step.module_buffers import BUFFERS_NAME, WHAT, ModuleBuff
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.sent_tensors import sent_tensors
+from gradcast.training.step.sharded_clipping import ShardedNormClipping
 from gradcast.training.step.sharded_gradients import ShardedGradients
 from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.weights import GivenWeights, StepWeights
@@ -94,7 +95,8 @@ class Session(TrainingSession):
         weights = StepWeights(given, exchange, group)
         by_norm = None
         if options.clip.norm is not None:
-            by_norm = clipping.NormClipping(states, buffers, message, options, group.world_size, weights.factor)
+            of_norm = states, buffers, message, options, group.world_size, weights.factor
+            by_norm = clipping.NormClipping(*of_norm) if setup.replica is None else self._sharded_norm(setup, *of_norm)
         by_value = None if options.clip.value is None else clipping.ValueClipping(options)
         travelling = None if index is None else module_buffers
         parts = states, table, exchange, message, weights, by_norm, travelling, consistency
@@ -122,6 +124,12 @@ class Session(TrainingSession):
         if options.clips:
             self.early_clipping = EarlyClipping(options, steps, cycle.lock, cycle.use_gradients)
         self._install()
+
+    def _sharded_norm(self, setup: Setup, *parts: Any) -> ShardedNormClipping:
+        grouped = {id(each) for group in setup.accepted.shards for each in group.parameters}
+        parameters = [each for each in setup.accepted.module.parameters() if id(each) in grouped]
+        added, watch = lambda: self.cycle.gradients.arrived.adds, self.exchange.watch
+        return ShardedNormClipping(setup.replica, parameters, added, watch.waiting, *parts)
 
     def _install(self) -> None:
         cycle, exchange = self.cycle, self.exchange
@@ -237,6 +245,8 @@ class Session(TrainingSession):
         """Removes gradcast from the module and its optimizers, and gradients from the buffers. ``leaves``: no other
         session of this module follows. ``reusable``: see Group.leave."""
         gradients = self.cycle.gradients
+        if gradients.clipping is not None and reusable:
+            gradients.clipping.receive_norm()
         self.controller.release()
         self.forward.release()
         self.cycle.steps.release()

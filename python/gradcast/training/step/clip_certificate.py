@@ -64,9 +64,21 @@ class ClipCertificate:
         """An upper bound of torch's norm of all gradients: one element."""
         return torch.linalg.vector_norm(bounds, self._norm_type) * self._total_growth
 
-    def hold(self, bounds: torch.Tensor) -> torch.Tensor:
-        """One element: True if the factor is certainly 1. False if a bound is NaN."""
-        return self.total(bounds) <= self._limit
+    def hold(self, bounds: torch.Tensor, others: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """One element: True if the factor is certainly 1. False if a bound is NaN. ``others``: the sum of ``power`` of
+        the other shards."""
+        own = self.power(bounds)
+        return self.holds_power(own.clamp(min=others) if self._norm_type == math.inf else own + others)
+
+    def power(self, bounds: torch.Tensor, shards: int = 1) -> torch.Tensor:
+        """The p-th power of ``total``, which the ranks of a module in ``shards`` parts add up: one element. For p = inf
+        the norm, of which they take the maximum. torch rounds norms once more where it adds up theirs."""
+        total = self.total(bounds) * (1.0 if shards == 1 else 1 + (shards + 8) * self._eps)
+        return total if self._norm_type == math.inf else total**self._norm_type
+
+    def holds_power(self, power: torch.Tensor) -> torch.Tensor:
+        """One element: True if the factor of gradients with this power, or a smaller one, is certainly 1."""
+        return (power if self._norm_type == math.inf else power ** (1 / self._norm_type)) <= self._limit
 
 
 def _inflation(

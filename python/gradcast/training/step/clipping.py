@@ -20,8 +20,10 @@ from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradcast.errors import Error, refused
+from gradcast.training.compat import clip_calls
 from gradcast.training.compat.later_read import LaterRead, to_device
 from gradcast.training.compat.module_hooks import UncopiedHook
+from gradcast.training.compat.sharding import local_of, whole_of
 from gradcast.training.options import Options
 from gradcast.training.step import pending
 from gradcast.training.step.clip_certificate import CERTIFIED_NORM_TYPES, ClipCertificate
@@ -35,7 +37,8 @@ _RECORDED_STEPS = 64
 def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
     """``torch.nn.utils.clip_grad_value_`` for these gradients; each element for itself, so parts give the same bits."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        for (alike,), _ in _group_tensors_by_device_and_dtype([list(gradients)]).values():
+        parts = [local_of(each) for each in gradients]
+        for (alike,), _ in _group_tensors_by_device_and_dtype([parts]).values():
             torch._foreach_clamp_min_(alike, -max_value)
             torch._foreach_clamp_max_(alike, max_value)
 
@@ -69,6 +72,14 @@ class ClipOnce:
         self._due = False
         return clip_as_torch(self._options, parameters, refuse_nonfinite)
 
+    def parameters_with(self, _gradients: Sequence[torch.Tensor]) -> None:
+        """See EarlyClipping.parameters_with; torch computes the norm."""
+
+    def clip_by(self, _norm: torch.Tensor, _parameters: Sequence[torch.Tensor]) -> bool:
+        """See EarlyClipping.clip_by; torch clips."""
+        self._due = False
+        return False
+
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for each in self._modules for parameter in each.parameters()]
 
@@ -78,11 +89,12 @@ class ClipOnce:
 
 def clip_as_torch(options: Options, parameters: Any, refuse_nonfinite: bool = False) -> torch.Tensor | None:
     """Clips ``.grad`` by torch's own functions. Returns the norm, None if values are clipped."""
-    if options.clip.norm is not None:
-        max_norm, norm_type = options.clip.norm, options.clip.norm_type
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=refuse_nonfinite)
-    nn.utils.clip_grad_value_(parameters, options.clip.value)
-    return None
+    with clip_calls.unnoticed():
+        if options.clip.norm is not None:
+            max_norm, norm_type = options.clip.norm, options.clip.norm_type
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=refuse_nonfinite)
+        nn.utils.clip_grad_value_(parameters, options.clip.value)
+        return None
 
 
 class ValueClipping:
@@ -95,6 +107,10 @@ class ValueClipping:
 
     def begin_step(self) -> None:
         self.asked = self.done = False
+
+    @property
+    def noted(self) -> bool:
+        return self.asked
 
     def on_step(self) -> None:
         self.done = self.done or not (self.asked or self._unasked)
@@ -136,17 +152,22 @@ class NormClipping(pending.Owner):
         self._certificate = None
         # The certificate does not know the residuals of earlier gradients.
         if self.norm_type in CERTIFIED_NORM_TYPES and options.wire != "int8":
-            parameters = [state.parameter for state in states]
+            parameters = [local_of(state.parameter) for state in states]
             max_norm, norm_type = options.clip.norm, self.norm_type
             self._certificate = ClipCertificate(parameters, max_norm, norm_type, world_size, options.wire)
         self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of the arrived gradient
-        self._recorded: collections.deque[_ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
+        self._recorded: collections.deque[ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
         self._told = False
         self._proofs = LaterRead()  # of certified steps: the factor and the norm
         self.total_norm: torch.Tensor | None = None
         self._asked: _Asked | None = None  # by the program, before step()
         self.may_certify = True
         self.begin_step()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that are clipped together."""
+        return [state.parameter for state in self._states]
 
     @property
     def norm_type(self) -> float:
@@ -156,7 +177,20 @@ class NormClipping(pending.Owner):
     @property
     def asked(self) -> bool:
         """True if the program has asked for the clipping before ``step()``."""
+        return self._asked is not None and self._asked.clips
+
+    @property
+    def noted(self) -> bool:
+        """True if the program has asked for that, or for the norm."""
         return self._asked is not None
+
+    def note_clipping(self, norm: torch.Tensor) -> bool | None:
+        """Notes that the program clips by this norm, which it has asked for. Returns whether that can wait for the
+        first use of the gradients; None if it is another norm."""
+        if self._asked is None or self._asked.norm is not norm:
+            return None
+        self._asked.clips = self.is_promised
+        return self.is_promised
 
     def begin_step(self) -> None:
         """Begins a step, of which gradients are in flight."""
@@ -165,19 +199,29 @@ class NormClipping(pending.Owner):
         self._asked = None
         self.done = self.certified = False
 
-    def ask(self, order: Sequence[ParameterState], finish: Callable[[], None], refuse_nonfinite: bool) -> torch.Tensor:
-        """Notes that the program asks for clipping before ``step()``. Returns the norm, which is pending until known.
+    def ask(
+        self,
+        parameters: Sequence[torch.Tensor],
+        refuse_nonfinite: bool,
+        finish: Callable[[], None],
+        *,
+        clips: bool = True,
+    ) -> torch.Tensor:
+        """Notes that the program asks for clipping before ``step()``, or for the norm only. Returns the norm, which is
+        pending until known.
 
-        ``order``: all parameters. ``finish``: has the gradients clipped. ``refuse_nonfinite``: clipping raises if the
-        norm is NaN or inf.
+        ``parameters``: all, in the program's order. ``finish``: has the gradients clipped. ``refuse_nonfinite``:
+        clipping raises if the norm is NaN or inf.
         """
-        parameters = [state.parameter for state in order]
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
         self._keep_promise(None)
         norm = torch.full((), math.nan, dtype=dtype, device=parameters[0].device)
         pending.mark([norm], self)
-        self._asked = _Asked(order, finish, refuse_nonfinite, norm)
+        self._asked, self._finish = _Asked(parameters, refuse_nonfinite, norm, norm, clips), finish
         return norm
+
+    def agree(self, *, defers: bool) -> None:
+        """See ShardedNormClipping; without shards each rank decides for itself."""
 
     def on_step(self) -> None:
         self.done = self.done or not (self.asked or self._options.clip.unasked)
@@ -199,7 +243,22 @@ class NormClipping(pending.Owner):
     def resolve(self, _tensors: list[torch.Tensor]) -> None:
         """Finishes the promised norm, which the program uses."""
         if self.is_promised:
-            self._asked.finish()
+            self._finish()
+
+    def receive_norm(self) -> None:
+        """See ShardedNormClipping."""
+
+    def take_total(self, norm: torch.Tensor) -> None:
+        """Notes the norm of all gradients, before clipping."""
+        self.total_norm = whole_of(norm)
+        self._keep_promise(self.total_norm)
+        refuses = self._asked is not None and self._asked.refuses_nonfinite
+        if refuses and not self.certified and not bool(self.total_norm.isfinite()):
+            raise refused(
+                f"the norm of the gradients is {float(self.total_norm)}, which the call that clips them refuses "
+                "(error_if_nonfinite); no parameter has this step's update: end the training and continue from the "
+                "last checkpoint, call handle.detach() and go on without gradcast, or pass error_if_nonfinite=False"
+            )
 
     def compute_norms(self, states: Sequence[ParameterState]) -> None:
         """Computes the norms of gradients that have arrived where the update reads them; they may be pending."""
@@ -207,7 +266,7 @@ class NormClipping(pending.Owner):
         if not missing:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            gradients = [state.update_grad.detach() for state in missing]
+            gradients = [local_of(state.update_grad).detach() for state in missing]
             # By the kernels that torch's clipping uses: those of a GPU take many tensors, and sum in their own order.
             for (alike,), positions in _group_tensors_by_device_and_dtype([gradients], with_indices=True).values():
                 norms = torch._foreach_norm(alike, self.norm_type)
@@ -231,10 +290,10 @@ class NormClipping(pending.Owner):
         a device the next such step, or ``check_last_certificate``, reads the result, so that the host does not wait."""
         factor = self._total_factor(deferred=True)
         if factor is not None:
-            _check(self._proofs.exchange(torch.stack([factor.double(), self.total_norm.double()]), step))
+            check_proof(self._proofs.exchange(torch.stack([factor.double(), self.total_norm.double()]), step))
 
     def check_last_certificate(self) -> None:
-        _check(self._proofs.take())
+        check_proof(self._proofs.take())
 
     def apply(self, *, deferred: bool) -> None:
         """Clips all gradients. ``deferred``: the step is not synchronous. REQUIRES: all are settled.
@@ -253,8 +312,7 @@ class NormClipping(pending.Owner):
     def apply_to_replaced(self) -> None:
         """Clips the tensors in ``.grad``: the program has replaced gradients that have arrived."""
         self.done = True
-        parameters = [state.parameter for state in self._states]
-        self.total_norm = clip_as_torch(self._options, parameters)
+        self.total_norm = clip_as_torch(self._options, self.parameters)
 
     # --- The record of the last steps ---
 
@@ -264,7 +322,9 @@ class NormClipping(pending.Owner):
         if not self._recorded:
             return 0.0
         known = to_device([state.name in arrived for state in self._states], self._recorded[0].norms.device)
-        held = [self._certificate.hold(torch.where(known, step.norms, step.bounds)) for step in self._recorded]
+        held = [
+            self._certificate.hold(torch.where(known, step.norms, step.bounds), step.others) for step in self._recorded
+        ]
         return sum(torch.stack(held).tolist()) / len(held)
 
     def stats(self) -> dict[str, float | None] | None:
@@ -291,27 +351,27 @@ class NormClipping(pending.Owner):
 
     def _total_factor(self, deferred: bool) -> torch.Tensor | None:
         """The factor of the gradients, one element; None if there are none. REQUIRES: all norms are known."""
-        order = self._states if self._asked is None else self._asked.order
-        used = [state for state in order if state.index in self._norms]
+        used = self._states if self._asked is None else self._states_of(self._asked.parameters)
+        used = [state for state in used if state.index in self._norms]
         if not used:
             self._keep_promise(torch.zeros(()))
             return None
-        norms = [self._norms[state.index] for state in _in_torch_order(used)]
-        self.total_norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
-        self._keep_promise(self.total_norm)
-        refuses = self._asked is not None and self._asked.refuses_nonfinite
-        if refuses and not self.certified and not bool(self.total_norm.isfinite()):
-            raise refused(
-                f"the norm of the gradients is {float(self.total_norm)}, which the call that clips them refuses "
-                "(error_if_nonfinite); no parameter has this step's update: end the training and continue from the "
-                "last checkpoint, call handle.detach() and go on without gradcast, or pass error_if_nonfinite=False"
-            )
+        used = self._states_of(in_torch_order([state.parameter for state in used]))
+        norms = [self._norms[state.index] for state in used]
+        self.take_total(torch.linalg.vector_norm(torch.stack(norms), self.norm_type))
         if self._certificate is not None:
             certified = self.certified if deferred and self.may_certify else None
-            bounds = self._bounds({})
-            known = torch.zeros_like(bounds).index_copy(0, *_indexed(self._norms, bounds))
-            self._recorded.append(_ClippedStep(bounds, known, certified))
-        return torch.clamp(self._options.clip.norm / (self.total_norm + 1e-6), max=1.0)
+            self._recorded.append(ClippedStep(self._bounds({}), self._known_norms(), certified))
+        return factor_of(self.total_norm, self._options)
+
+    def _states_of(self, parameters: Sequence[torch.Tensor]) -> list[ParameterState]:
+        states = {id(state.parameter): state for state in self._states}
+        return [states[id(each)] for each in parameters if id(each) in states]
+
+    def _known_norms(self) -> torch.Tensor:
+        """The norms of the gradients that have arrived, else 0."""
+        norms = self.message.norms.new_zeros(len(self._states), dtype=torch.float64)
+        return norms.index_copy(0, *_indexed(self._norms, norms)) if self._norms else norms
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
         """Bounds of all norms: the known ones, and for the others those that follow from the ranks' messages."""
@@ -320,7 +380,9 @@ class NormClipping(pending.Owner):
             # If no rank has used the parameter, its .grad of before the step counts.
             before = state.locally_unused.grad_before if state.locally_unused is not None else None
             if before is not None:
-                own = self._certificate.bound_of(state.index, torch.linalg.vector_norm(before, self.norm_type))
+                own = self._certificate.bound_of(
+                    state.index, torch.linalg.vector_norm(local_of(before), self.norm_type)
+                )
                 bounds[state.index] = torch.maximum(bounds[state.index], own)
         return bounds if not known else bounds.index_copy(0, *_indexed(known, bounds))
 
@@ -330,33 +392,37 @@ class NormClipping(pending.Owner):
         with torch._C.DisableTorchFunctionSubclass():
             return all(
                 state.visible_grad is not None
-                and state.visible_grad.stride() == self._buffers.views[state.index].stride()
+                and local_of(state.visible_grad).stride() == self._buffers.views[state.index].stride()
                 for state in apart
             )
 
 
 @dataclasses.dataclass
 class _Asked:
-    """The program's request. ``order``: in which torch adds up the norms. ``promised``: the norm that the program has
-    while it is not known, a tensor of one element, filled by ``finish``."""
+    """The program's request. ``parameters``: in the order in which torch adds up the norms. ``promised``: the norm that
+    the program has while it is not known, a tensor of one element; ``norm``: also afterwards. ``clips``: False if it
+    has only asked for the norm."""
 
-    order: Sequence[ParameterState]
-    finish: Callable[[], None]
+    parameters: Sequence[torch.Tensor]
     refuses_nonfinite: bool
     promised: torch.Tensor | None
+    norm: torch.Tensor
+    clips: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class _ClippedStep:
+class ClippedStep:
     """One step. ``norms``: of its gradients; ``bounds``: of these norms, before any gradient had arrived. 1-d float64,
-    by parameter. ``certified``: None if nothing was to gain: the step was synchronous, or its plan waits."""
+    by parameter. ``certified``: None if nothing was to gain: the step was synchronous, or its plan waits. ``others``:
+    of the other shards, see ClipCertificate.hold."""
 
     bounds: torch.Tensor
     norms: torch.Tensor
     certified: bool | None
+    others: torch.Tensor | float = 0.0
 
 
-def _check(proof: tuple[list[float], int] | None) -> None:
+def check_proof(proof: tuple[list[float], int] | None) -> None:
     if proof is not None and proof[0][0] != 1.0:
         (_, norm), step = proof
         raise Error(
@@ -371,9 +437,14 @@ def _indexed(norms: dict[int, torch.Tensor], like: torch.Tensor) -> tuple[torch.
     return to_device(list(norms), like.device), torch.stack(list(norms.values())).to(like.dtype)
 
 
-def _in_torch_order(states: Sequence[ParameterState]) -> list[ParameterState]:
+def factor_of(norm: torch.Tensor, options: Options) -> torch.Tensor:
+    """The factor by which torch clips gradients of this norm."""
+    return torch.clamp(options.clip.norm / (norm + 1e-6), max=1.0)
+
+
+def in_torch_order(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The order in which torch sums: by device and dtype, in the order of torch's own grouping."""
     with torch._C.DisableTorchFunctionSubclass():
-        parameters = [state.parameter.detach() for state in states]  # of the same types as their gradients
-        grouped = _group_tensors_by_device_and_dtype([parameters], with_indices=True)
-    return [states[index] for _, indices in grouped.values() for index in indices]
+        detached = [local_of(each).detach() for each in parameters]  # of the same types as their gradients
+        grouped = _group_tensors_by_device_and_dtype([detached], with_indices=True)
+    return [parameters[index] for _, indices in grouped.values() for index in indices]

@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
+from gradcast.training.compat.sharding import local_of, whole_of
 from gradcast.training.measure.early_waits import Cause
 from gradcast.training.options import Options
 from gradcast.training.step.clipping import NormClipping, ValueClipping, clip_as_torch
@@ -37,39 +39,63 @@ class EarlyClipping:
             return True
         others = [each for each, state in zip(parameters, found, strict=True) if state is None]
         once = len(known) == len(self._states) == len(set(map(id, known)))
-        return once and all(each.grad is None for each in others)
+        # Of a sharded parameter this rank may have no element.
+        return once and not any(each.grad is not None and local_of(each.grad).numel() for each in others)
 
-    def clip(self, parameters: Sequence[torch.Tensor], *, refuse_nonfinite: bool) -> torch.Tensor | None:
+    def clip(
+        self, parameters: Sequence[torch.Tensor], *, refuse_nonfinite: bool, clips: bool = True
+    ) -> torch.Tensor | None:
         """Clips gradients when they are first used. Returns the norm, which may be pending; None if values are clipped.
         REQUIRES: these are all parameters (``covers``).
 
-        ``refuse_nonfinite``: if the norm is NaN or inf, whatever uses the gradients first raises.
+        ``refuse_nonfinite``: if the norm is NaN or inf, whatever uses the gradients first raises. ``clips``: otherwise
+        the program asks for the norm of all gradients only.
         """
         with self._lock:
             gradients, clipping = self._gradients, self._clipping
-            if gradients.open and (clipping.asked or clipping.done or not gradients.all_sent):
+            if gradients.open and (clipping.noted or clipping.done or not gradients.all_sent):
                 self._use_gradients()
             if not gradients.open or gradients.values_used or not gradients.are_in_place(self._states):
-                return self._clip_now(parameters, refuse_nonfinite)
+                return self._clip_now(parameters, refuse_nonfinite) if clips else None
             if isinstance(clipping, ValueClipping):
                 clipping.asked = True
                 return None
-            found = [self._gradients.table.of(parameter) for parameter in parameters]
-            return clipping.ask([each for each in found if each is not None], self._finish, refuse_nonfinite)
+            return clipping.ask(parameters, refuse_nonfinite, self._finish, clips=clips)
+
+    def parameters_with(self, gradients: Sequence[torch.Tensor]) -> list[nn.Parameter] | None:
+        """The parameters with these gradients, if they are all that the options clip together by their norm."""
+        if not isinstance(self._clipping, NormClipping):
+            return None
+        owners = {id(each.grad): each for each in self._clipping.parameters if each.grad is not None}
+        found = [owners[id(each)] for each in gradients if id(each) in owners]
+        return found if len(found) == len(gradients) and self.covers(found) else None
+
+    def clip_by(self, norm: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+        """Clips by a norm that ``clip`` has returned without clipping. False if this is another one."""
+        with self._lock:
+            later = self._clipping.note_clipping(norm) if isinstance(self._clipping, NormClipping) else None
+            if later is False:
+                self._clip_now(parameters, False)
+            return later is not None
 
     def _clip_now(self, parameters: Sequence[torch.Tensor], refuse_nonfinite: bool) -> torch.Tensor | None:
         """Clips at once: the program has used or replaced the gradients, or they are not in flight."""
+        clipping = self._clipping
+        if self._gradients.open and isinstance(clipping, NormClipping):
+            clipping.agree(defers=False)
         norm = clip_as_torch(self._options, parameters, refuse_nonfinite)
         if self._gradients.open:
-            self._clipping.done = True
-            if isinstance(self._clipping, NormClipping):
-                self._clipping.total_norm = norm
+            clipping.done = True
+            if isinstance(clipping, NormClipping):
+                clipping.total_norm = whole_of(norm)
         return norm
 
     def _finish(self) -> None:
         """Clips, since the program uses the norm."""
         with self._lock, self._steps.waits.at(Cause.NORM):
             self._steps.complete_all_updates()
-            if isinstance(self._clipping, NormClipping) and self._clipping.is_promised:
-                self._gradients.passes.refuse_inside()
-                self._use_gradients()
+            if isinstance(self._clipping, NormClipping):
+                self._clipping.receive_norm()
+                if self._clipping.is_promised:
+                    self._gradients.passes.refuse_inside()
+                    self._use_gradients()

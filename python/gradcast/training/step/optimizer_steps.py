@@ -130,7 +130,7 @@ class OptimizerSteps:
             return
         settings = optimizer.settings()
         reason = self.reason_to_wait(number, settings)
-        if reason is None:
+        if reason is None and self.clipping.may_defer():
             self._defer(optimizer, settings)
             return
         if reason is Cause.SETTINGS:

@@ -12,6 +12,7 @@ from gradcast.training.compat import extension
 from gradcast.training.step.clipping import ValueClipping
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.parameter_state import ParameterState
+from gradcast.training.step.sharded_clipping import ShardedNormClipping
 from gradcast.training.step.update_stream import UpdateStream
 
 
@@ -44,6 +45,15 @@ class UpdateClipping:
     def is_norm_missing(self) -> bool:
         """True if the open step still needs the norm of all gradients."""
         return self.norm is not None and not self.norm.done
+
+    def may_defer(self) -> bool:
+        """Returns whether the norm leaves it open that the updates of this step wait. Of a module that FSDP shards all
+        ranks of a replica decide that here."""
+        if not isinstance(self.norm, ShardedNormClipping) or self.norm.done:
+            return True
+        self._gradients.arrived.wait_for([])  # the step message
+        self.norm.agree(defers=True)
+        return self.norm.certified
 
     @property
     def can_certify(self) -> bool:
@@ -109,5 +119,7 @@ class UpdateClipping:
     @property
     def grad_norm(self) -> float | None:
         """The norm before clipping of the last step that was clipped."""
+        if self.norm is not None:
+            self.norm.receive_norm()
         norm = None if self.norm is None else self.norm.total_norm
         return None if norm is None else norm.item()
