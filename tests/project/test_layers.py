@@ -272,7 +272,8 @@ USES = {
     # The link that training would fit: its samples, its fit, and its measurement of packing.
     "diagnosis.network.bench": f"training.measure.network_cost training.measure.stopwatch {RANKS}",
     "frameworks": f"snapshots training.state training.Handle training.Options training.attach.attach_inside "
-    f"training.attach.attach_to_quorum training.attached_modules.detach_left training.sessions.quorum.Plans {RANKS}",
+    f"training.attach.attach_to_quorum training.attached_modules.detach_left training.sessions.quorum.Plans "
+    f"training.called_clipping {RANKS}",
     "lab": "comparison training.observe",
     "plots": "comparison scaling lab",
     "cli": f"comparison scaling diagnosis plots lab {RANKS}",

@@ -434,7 +434,6 @@ def refusals(rank) -> dict[str, str]:
         "fp16": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(reduce_dtype=torch.float16))),
         "offload": told(lambda mesh: sharded(Net(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))),
         "gathered": told(gathered),
-        "clip": told(plain, options=gradcast.Options(clip=gradcast.Clip(norm=1.0))),
         "local": told(plain, options=gradcast.Options(local=gradcast.LocalSteps(4))),
     }
 
@@ -447,7 +446,6 @@ def test_refusals_say_what_to_do(ranks):
         "fp16": "reduce_dtype=torch.float32",
         "offload": "omit offload_policy",
         "gathered": "module.reshard()",
-        "clip": "clip in the loop",
         "local": "omit it",
     }
     for found in ranks.run(4, refusals):

@@ -78,6 +78,12 @@ class Accepted:
         """The user's own modules, inside of wrappers."""
         return (self.module,) if self.ddp is not None else self.called
 
+    @property
+    def grouped_parameters(self) -> list[nn.Parameter]:
+        """Those of FSDP's groups, in the module's order, frozen ones included."""
+        grouped = {id(each) for group in self.shards for each in group.parameters}
+        return [each for each in self.module.parameters() if id(each) in grouped]
+
     def modules_with_buffers(self, broadcast: bool, mode: str) -> tuple[nn.Module, ...]:
         """The modules whose buffers gradcast sends. ``broadcast``: the option of this name, for bare modules."""
         if self.ddp is None:

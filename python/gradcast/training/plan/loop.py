@@ -161,7 +161,7 @@ class PlanLoop:
         buffers = exchange.buffers
         self.group, self.exchange, self._clipping = group, exchange, clipping
         self.meter = StepMeter(exchange, message, trace, group)
-        certified_share_if = None if clipping is None else clipping.certified_share_if
+        certified_share_if = None if clipping is None else clipping.record.certified_share_if
         self.proposer = Proposer(buffers, mode, group.world_size, options, certified_share_if, waits.reason)
         on_device = not self.meter.sees_compute
         self.alarms = StepAlarms(group, self.meter.reports.lag, exchange, options.watch.on_alarm, on_device=on_device)
@@ -399,7 +399,7 @@ class PlanLoop:
         differently."""
         certified, clipping = self.agreed.certified, self._clipping
         if self.group.rank == 0 and certified is not None and clipping is not None:
-            change = clipping.certified_share_if(certified.arrived) - certified.share
+            change = clipping.record.certified_share_if(certified.arrived) - certified.share
             clipping.message.asks_for_plan = abs(change) >= _OTHER_SHARE
 
     def _plan_for_certified_share(self, phase: Following) -> Phase:

@@ -96,7 +96,7 @@ class PlanReport(Report):
             "exposed_ms": median_ms([record.total_ns("wait") for record in records]),
             "update_calls": statistics.median_high(record.update_calls for record in records) if records else None,
             "grad_norm": self._steps.clipping.grad_norm,
-            "clipping": clipping and clipping.stats(),
+            "clipping": clipping and clipping.record.stats(),
             "waits": self._steps.waits.stats(),
         }
         if self.profile is not None and controller.warmup is None:  # nothing is predicted for a warm-up's plans

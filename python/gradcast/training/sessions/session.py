@@ -52,7 +52,7 @@ from gradcast.training.step.module_buffers import BUFFERS_NAME, WHAT, ModuleBuff
 from gradcast.training.step.optimizer_steps import OptimizerSteps
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.sent_tensors import sent_tensors
-from gradcast.training.step.sharded_clipping import ShardedNormClipping
+from gradcast.training.step.sharded_clipping import ShardedNormClipping, Shards
 from gradcast.training.step.sharded_gradients import ShardedGradients
 from gradcast.training.step.step_message import StepMessage
 from gradcast.training.step.weights import GivenWeights, StepWeights
@@ -96,7 +96,7 @@ class Session(TrainingSession):
         by_norm = None
         if options.clip.norm is not None:
             of_norm = states, buffers, message, options, group.world_size, weights.factor
-            by_norm = clipping.NormClipping(*of_norm) if setup.replica is None else self._sharded_norm(setup, *of_norm)
+            by_norm = _norm_clipping(self, setup, *of_norm)
         by_value = None if options.clip.value is None else clipping.ValueClipping(options)
         travelling = None if index is None else module_buffers
         parts = states, table, exchange, message, weights, by_norm, travelling, consistency
@@ -124,12 +124,6 @@ class Session(TrainingSession):
         if options.clips:
             self.early_clipping = EarlyClipping(options, steps, cycle.lock, cycle.use_gradients)
         self._install()
-
-    def _sharded_norm(self, setup: Setup, *parts: Any) -> ShardedNormClipping:
-        grouped = {id(each) for group in setup.accepted.shards for each in group.parameters}
-        parameters = [each for each in setup.accepted.module.parameters() if id(each) in grouped]
-        added, watch = lambda: self.cycle.gradients.arrived.adds, self.exchange.watch
-        return ShardedNormClipping(setup.replica, parameters, added, watch.waiting, *parts)
 
     def _install(self) -> None:
         cycle, exchange = self.cycle, self.exchange
@@ -260,6 +254,19 @@ class Session(TrainingSession):
         if leaves:
             self.group.leave(reusable=reusable)
         self.released = self.report.released = True
+
+
+def _norm_clipping(session: Session, setup: Setup, *parts: Any) -> clipping.NormClipping:
+    """``parts``: the arguments of NormClipping."""
+    if setup.replica is None:
+        return clipping.NormClipping(*parts)
+    shards = Shards(
+        setup.replica,
+        setup.accepted.grouped_parameters,
+        lambda: session.cycle.gradients.arrived.adds,
+        lambda what: session.exchange.watch.waiting(what),
+    )
+    return ShardedNormClipping(shards, *parts)
 
 
 class _WarnOnce:

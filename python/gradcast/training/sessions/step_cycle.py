@@ -335,7 +335,7 @@ class StepCycle:
         self.gradients.open = False
         self.progress.steps += 1
         clipping = self.gradients.clipping
-        sentence = None if clipping is None else clipping.sentence_once()
+        sentence = None if clipping is None else clipping.record.sentence_once()
         if sentence is not None:
             self.controller.group.info("%s", sentence)
         self.forget_late_updates()  # also for a module that is trained by another method, whose forward is not seen

@@ -108,9 +108,7 @@ class ValueClipping:
     def begin_step(self) -> None:
         self.asked = self.done = False
 
-    @property
-    def noted(self) -> bool:
-        return self.asked
+    request = None
 
     def on_step(self) -> None:
         self.done = self.done or not (self.asked or self._unasked)
@@ -156,11 +154,10 @@ class NormClipping(pending.Owner):
             max_norm, norm_type = options.clip.norm, self.norm_type
             self._certificate = ClipCertificate(parameters, max_norm, norm_type, world_size, options.wire)
         self._norms: dict[int, torch.Tensor] = {}  # by parameter: torch's norm of the arrived gradient
-        self._recorded: collections.deque[ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
-        self._told = False
+        self.record = ClipRecord(self._certificate, [state.name for state in states], options)
         self._proofs = LaterRead()  # of certified steps: the factor and the norm
         self.total_norm: torch.Tensor | None = None
-        self._asked: _Asked | None = None  # by the program, before step()
+        self.request: Request | None = None
         self.may_certify = True
         self.begin_step()
 
@@ -177,26 +174,14 @@ class NormClipping(pending.Owner):
     @property
     def asked(self) -> bool:
         """True if the program has asked for the clipping before ``step()``."""
-        return self._asked is not None and self._asked.clips
-
-    @property
-    def noted(self) -> bool:
-        """True if the program has asked for that, or for the norm."""
-        return self._asked is not None
-
-    def note_clipping(self, norm: torch.Tensor) -> bool | None:
-        """Notes that the program clips by this norm, which it has asked for. Returns whether that can wait for the
-        first use of the gradients; None if it is another norm."""
-        if self._asked is None or self._asked.norm is not norm:
-            return None
-        self._asked.clips = self.is_promised
-        return self.is_promised
+        return self.request is not None and self.request.clips
 
     def begin_step(self) -> None:
         """Begins a step, of which gradients are in flight."""
         self._norms.clear()
-        self._keep_promise(None)
-        self._asked = None
+        if self.request is not None:
+            self.request.answer(None)
+        self.request = None
         self.done = self.certified = False
 
     def ask(
@@ -214,10 +199,11 @@ class NormClipping(pending.Owner):
         clipping raises if the norm is NaN or inf.
         """
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
-        self._keep_promise(None)
+        if self.request is not None:
+            self.request.answer(None)
         norm = torch.full((), math.nan, dtype=dtype, device=parameters[0].device)
         pending.mark([norm], self)
-        self._asked, self._finish = _Asked(parameters, refuse_nonfinite, norm, norm, clips), finish
+        self.request = Request(parameters, finish, refuse_nonfinite, norm, clips)
         return norm
 
     def agree(self, *, defers: bool) -> None:
@@ -229,21 +215,12 @@ class NormClipping(pending.Owner):
     @property
     def is_promised(self) -> bool:
         """True if the program has a norm that is not known yet."""
-        return self._asked is not None and self._asked.promised is not None
-
-    def _keep_promise(self, norm: torch.Tensor | None) -> None:
-        """Writes the norm into the tensor that the program has. None: it will never be known, and stays NaN."""
-        if self.is_promised:
-            promised, self._asked.promised = self._asked.promised, None
-            pending.clear([promised])
-            if norm is not None:
-                with torch.no_grad():
-                    promised.copy_(norm)
+        return self.request is not None and not self.request.is_answered
 
     def resolve(self, _tensors: list[torch.Tensor]) -> None:
         """Finishes the promised norm, which the program uses."""
         if self.is_promised:
-            self._finish()
+            self.request.finish()
 
     def receive_norm(self) -> None:
         """See ShardedNormClipping."""
@@ -251,8 +228,9 @@ class NormClipping(pending.Owner):
     def take_total(self, norm: torch.Tensor) -> None:
         """Notes the norm of all gradients, before clipping."""
         self.total_norm = whole_of(norm)
-        self._keep_promise(self.total_norm)
-        refuses = self._asked is not None and self._asked.refuses_nonfinite
+        if self.request is not None:
+            self.request.answer(self.total_norm)
+        refuses = self.request is not None and self.request.refuses_nonfinite
         if refuses and not self.certified and not bool(self.total_norm.isfinite()):
             raise refused(
                 f"the norm of the gradients is {float(self.total_norm)}, which the call that clips them refuses "
@@ -295,11 +273,16 @@ class NormClipping(pending.Owner):
     def check_last_certificate(self) -> None:
         check_proof(self._proofs.take())
 
-    def apply(self, *, deferred: bool) -> None:
-        """Clips all gradients. ``deferred``: the step is not synchronous. REQUIRES: all are settled.
+    def apply(self, *, deferred: bool, replaced: bool = False) -> None:
+        """Clips all gradients. ``deferred``: the step is not synchronous. ``replaced``: the tensors in ``.grad``, since
+        the program has replaced gradients that have arrived. REQUIRES: all are settled.
 
         Raises Error, each time if ``deferred``, for a norm that the program does not want clipped.
         """
+        if replaced:
+            self.done = True
+            self.total_norm = clip_as_torch(self._options, self.parameters)
+            return
         used = [state for state in self._states if state.update_grad is not None]
         self.compute_norms(used)
         self.done = not deferred
@@ -309,69 +292,21 @@ class NormClipping(pending.Owner):
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 torch._foreach_mul_([state.update_grad for state in used], factor)
 
-    def apply_to_replaced(self) -> None:
-        """Clips the tensors in ``.grad``: the program has replaced gradients that have arrived."""
-        self.done = True
-        self.total_norm = clip_as_torch(self._options, self.parameters)
-
-    # --- The record of the last steps ---
-
-    def certified_share_if(self, arrived: Collection[str]) -> float:
-        """The share of the last steps that would have been certified if gradcast had decided when the gradients of
-        these parameters (names) had arrived. 0 if no step is known."""
-        if not self._recorded:
-            return 0.0
-        known = to_device([state.name in arrived for state in self._states], self._recorded[0].norms.device)
-        held = [
-            self._certificate.hold(torch.where(known, step.norms, step.bounds), step.others) for step in self._recorded
-        ]
-        return sum(torch.stack(held).tolist()) / len(held)
-
-    def stats(self) -> dict[str, float | None] | None:
-        """For handle.stats(), over the last 64 steps at most."""
-        if not self._recorded:
-            return None
-        decided = [step.certified for step in self._recorded if step.certified is not None]
-        ratios = [self._certificate.total(step.bounds) / self._certificate.total(step.norms) for step in self._recorded]
-        return {
-            "certified_share": sum(decided) / len(decided) if decided else None,
-            "bound_over_norm": torch.stack(ratios).nanmedian().item(),
-        }
-
-    def sentence_once(self) -> str | None:
-        """The message about the first 64 steps that were not synchronous; None before and afterwards."""
-        if self._told or sum(step.certified is not None for step in self._recorded) < _RECORDED_STEPS:
-            return None
-        self._told = True
-        share = self.stats()["certified_share"]
-        limit = self._options.clip.norm
-        return f"clipping at {limit}: certified in {share:.0%} of {_RECORDED_STEPS} steps; the others waited"
-
-    # --- Parts ---
-
     def _total_factor(self, deferred: bool) -> torch.Tensor | None:
         """The factor of the gradients, one element; None if there are none. REQUIRES: all norms are known."""
-        used = self._states if self._asked is None else self._states_of(self._asked.parameters)
+        used = self._states if self.request is None else _states_of(self.request.parameters, self._states)
         used = [state for state in used if state.index in self._norms]
         if not used:
-            self._keep_promise(torch.zeros(()))
+            if self.request is not None:
+                self.request.answer(torch.zeros(()))
             return None
-        used = self._states_of(in_torch_order([state.parameter for state in used]))
+        used = _states_of(in_torch_order([state.parameter for state in used]), used)
         norms = [self._norms[state.index] for state in used]
         self.take_total(torch.linalg.vector_norm(torch.stack(norms), self.norm_type))
         if self._certificate is not None:
-            certified = self.certified if deferred and self.may_certify else None
-            self._recorded.append(ClippedStep(self._bounds({}), self._known_norms(), certified))
+            certified, bounds = self.certified if deferred and self.may_certify else None, self._bounds({})
+            self.record.steps.append(ClippedStep(bounds, known_norms(self._norms, bounds), certified))
         return factor_of(self.total_norm, self._options)
-
-    def _states_of(self, parameters: Sequence[torch.Tensor]) -> list[ParameterState]:
-        states = {id(state.parameter): state for state in self._states}
-        return [states[id(each)] for each in parameters if id(each) in states]
-
-    def _known_norms(self) -> torch.Tensor:
-        """The norms of the gradients that have arrived, else 0."""
-        norms = self.message.norms.new_zeros(len(self._states), dtype=torch.float64)
-        return norms.index_copy(0, *_indexed(self._norms, norms)) if self._norms else norms
 
     def _bounds(self, known: dict[int, torch.Tensor]) -> torch.Tensor:
         """Bounds of all norms: the known ones, and for the others those that follow from the ranks' messages."""
@@ -398,16 +333,26 @@ class NormClipping(pending.Owner):
 
 
 @dataclasses.dataclass
-class _Asked:
-    """The program's request. ``parameters``: in the order in which torch adds up the norms. ``promised``: the norm that
-    the program has while it is not known, a tensor of one element; ``norm``: also afterwards. ``clips``: False if it
-    has only asked for the norm."""
+class Request:
+    """A request of the program before ``step()``. ``parameters``: in the order in which torch adds up the norms.
+    ``finish``: has the gradients clipped. ``norm``: the program has it, a tensor of one element, which is pending until
+    the request ``is_answered``. ``clips``: False if the program has only asked for the norm."""
 
     parameters: Sequence[torch.Tensor]
+    finish: Callable[[], None]
     refuses_nonfinite: bool
-    promised: torch.Tensor | None
     norm: torch.Tensor
     clips: bool
+    is_answered: bool = False
+
+    def answer(self, norm: torch.Tensor | None) -> None:
+        """Writes the norm, unless that has been done. None: it will never be known, and stays NaN."""
+        if not self.is_answered:
+            self.is_answered = True
+            pending.clear([self.norm])
+            if norm is not None:
+                with torch.no_grad():
+                    self.norm.copy_(norm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,6 +367,47 @@ class ClippedStep:
     others: torch.Tensor | float = 0.0
 
 
+class ClipRecord:
+    """The last ``steps`` of a clipping by the norm, for plans, statistics and the log. ``certificate``: None if there
+    is none, and then no step is recorded. ``names``: of the parameters."""
+
+    def __init__(self, certificate: ClipCertificate | None, names: Sequence[str], options: Options) -> None:
+        self._certificate, self._names, self._limit = certificate, names, options.clip.norm
+        self.steps: collections.deque[ClippedStep] = collections.deque(maxlen=_RECORDED_STEPS)
+        self._told = False
+
+    def certified_share_if(self, arrived: Collection[str]) -> float:
+        """The share of the last steps that would have been certified if gradcast had decided when the gradients of
+        these parameters (names) had arrived. 0 if no step is known."""
+        if self._certificate is None or not self.steps:
+            return 0.0
+        known = to_device([name in arrived for name in self._names], self.steps[0].norms.device)
+        hold = self._certificate.hold
+        held = [hold(torch.where(known, step.norms, step.bounds), step.others) for step in self.steps]
+        return sum(torch.stack(held).tolist()) / len(held)
+
+    def stats(self) -> dict[str, float | None] | None:
+        """For handle.stats(), over the last 64 steps at most."""
+        if self._certificate is None or not self.steps:
+            return None
+        total = self._certificate.total
+        decided = [step.certified for step in self.steps if step.certified is not None]
+        ratios = [total(step.bounds) / total(step.norms) for step in self.steps]
+        return {
+            "certified_share": sum(decided) / len(decided) if decided else None,
+            "bound_over_norm": torch.stack(ratios).nanmedian().item(),
+        }
+
+    def sentence_once(self) -> str | None:
+        """The message about the first 64 steps that were not synchronous; None before and afterwards."""
+        decided = [step.certified for step in self.steps if step.certified is not None]
+        if self._told or len(decided) < _RECORDED_STEPS:
+            return None
+        self._told = True
+        share = sum(decided) / len(decided)
+        return f"clipping at {self._limit}: certified in {share:.0%} of {_RECORDED_STEPS} steps; the others waited"
+
+
 def check_proof(proof: tuple[list[float], int] | None) -> None:
     if proof is not None and proof[0][0] != 1.0:
         (_, norm), step = proof
@@ -431,6 +417,18 @@ def check_proof(proof: tuple[list[float], int] | None) -> None:
             "last checkpoint without Options(clip=Clip(norm=...))",
             "internal",
         )
+
+
+def known_norms(norms: dict[int, torch.Tensor], bounds: torch.Tensor) -> torch.Tensor:
+    """The norms by parameter, 0 where none is known."""
+    found = torch.zeros_like(bounds)
+    return found.index_copy(0, *_indexed(norms, bounds)) if norms else found
+
+
+def _states_of(parameters: Sequence[torch.Tensor], states: Sequence[ParameterState]) -> list[ParameterState]:
+    """Those of these parameters, in their order."""
+    found = {id(state.parameter): state for state in states}
+    return [found[id(each)] for each in parameters if id(each) in found]
 
 
 def _indexed(norms: dict[int, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,7 +53,7 @@ class EarlyClipping:
         """
         with self._lock:
             gradients, clipping = self._gradients, self._clipping
-            if gradients.open and (clipping.noted or clipping.done or not gradients.all_sent):
+            if gradients.open and (clipping.asked or clipping.request or clipping.done or not gradients.all_sent):
                 self._use_gradients()
             if not gradients.open or gradients.values_used or not gradients.are_in_place(self._states):
                 return self._clip_now(parameters, refuse_nonfinite) if clips else None
@@ -73,10 +73,13 @@ class EarlyClipping:
     def clip_by(self, norm: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
         """Clips by a norm that ``clip`` has returned without clipping. False if this is another one."""
         with self._lock:
-            later = self._clipping.note_clipping(norm) if isinstance(self._clipping, NormClipping) else None
-            if later is False:
+            request = self._clipping.request
+            if request is None or request.norm is not norm:
+                return False
+            request.clips = not request.is_answered
+            if request.is_answered:
                 self._clip_now(parameters, False)
-            return later is not None
+            return True
 
     def _clip_now(self, parameters: Sequence[torch.Tensor], refuse_nonfinite: bool) -> torch.Tensor | None:
         """Clips at once: the program has used or replaced the gradients, or they are not in flight."""

@@ -84,10 +84,8 @@ class UpdateClipping:
         norm, states = self.norm, self._gradients.states
         if norm is None or norm.done:
             return
-        if as_they_are and not norm.asked and not self._gradients.are_in_place(states):
-            norm.apply_to_replaced()
-        else:
-            norm.apply(deferred=not as_they_are)
+        replaced = as_they_are and not norm.asked and not self._gradients.are_in_place(states)
+        norm.apply(deferred=not as_they_are, replaced=replaced)
 
     def clip_part(self, part: Sequence[ParameterState]) -> None:
         """Clips a part before its update. REQUIRES: its gradients are settled."""
