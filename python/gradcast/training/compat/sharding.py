@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,22 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if module is None or not isinstance(tensor, module.DTensor):
         return tensor
     return module.DTensor._local_tensor.__get__(tensor)
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Returns whether it is a DTensor, of which this rank has a part."""
+    return local_of(tensor) is not tensor
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Returns whether the module has parameters of which this rank has a part: FSDP's, or tensor-parallel ones."""
+    return any(map(is_part, module.parameters()))
+
+
+def mesh_groups(tensors: Iterable[Any]) -> list[Any]:
+    """The process groups of the meshes of DTensors."""
+    meshes = {id(each.device_mesh): each.device_mesh for each in tensors if is_part(each)}
+    return [group for mesh in meshes.values() for group in mesh.get_all_groups()]
 
 
 def is_sharded(module: nn.Module) -> bool:
