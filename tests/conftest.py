@@ -139,9 +139,9 @@ def dumps_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ranks(native_part, dumps_folder):
-    """Runs a function on 1 to 4 processes: ranks.run(2, function, …) -> the results, by rank."""
+    """Runs a function on 1 to 8 processes: ranks.run(2, function, …) -> the results, by rank."""
     from training.pool import Pool
 
-    pool = Pool(4)
+    pool = Pool(8)
     yield pool
     pool.end()

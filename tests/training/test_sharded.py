@@ -89,14 +89,15 @@ class Training:
         found = {name: parameter.to_local().detach().clone() for name, parameter in named}
         gradients = {name: None if p.grad is None else p.grad.to_local().clone() for name, p in named}
         states = {name: self.optimizer.state.get(parameter, {}) for name, parameter in named}
-        averages = {name: state["exp_avg"].to_local().clone() for name, state in states.items() if state}
+        kept = {name: state.get("exp_avg", state.get("momentum_buffer")) for name, state in states.items() if state}
+        averages = {name: average.to_local().clone() for name, average in kept.items()}
         return {"parameters": found, "gradients": gradients, "averages": averages, "seen": self.seen}
 
 
-def differences(rank, mode: str, loop: Callable[[Training], None], **settings) -> list[str]:
+def differences(rank, mode: str, loop: Callable[[Training], None], kind: type = Training, **settings) -> list[str]:
     results = []
     for side in (None, mode):
-        training = Training(rank, side, **(settings if side else {k: settings[k] for k in settings if k == "build"}))
+        training = kind(rank, side, **(settings if side else {k: settings[k] for k in settings if k == "build"}))
         loop(training)
         results.append(training.result())
         if training.handle is not None:

@@ -65,8 +65,20 @@ def end() -> list:
     groups = [*torch.distributed.distributed_c10d._world.pg_map]
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    forget_meshes()
     gc.collect()
     return groups
+
+
+def forget_meshes() -> None:
+    """DTensors are planned once for all meshes of the same ranks, and so also with groups that are no more."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor, _redistribute
+
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def main(pipe_handle: int, index: int, port: int) -> None:

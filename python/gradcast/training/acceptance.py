@@ -178,14 +178,15 @@ def trainable(module: nn.Module, known: Collection[int] = ()) -> dict[str, nn.Pa
             raise refused(f"{name} is not initialized yet; run one forward pass before attach")
         if not parameter.requires_grad and id(parameter) not in known:
             continue
-        if type(parameter.detach()) is not torch.Tensor:
+        values = sharding.local_of(parameter.detach())
+        if type(values) is not torch.Tensor:
             raise refused(
-                f"{name} is a {type(parameter.detach()).__name__}, a tensor that is more than its values; gradcast "
-                "reduces ordinary tensors only"
+                f"{name} is a {type(values).__name__}, a tensor that is more than its values; gradcast reduces "
+                "ordinary tensors and DTensors of them"
             )
         if parameter.is_complex():
             raise refused(f"{name} is complex; gradcast sends real gradients only")
-        if parameter.numel() > 0:
+        if values.numel() > 0:
             found[name] = parameter
     if not found:
         raise refused("the module has no parameter that needs a gradient")
@@ -222,11 +223,9 @@ def _sharded(
 
 
 def _left_alone(module: nn.Module, shards: Sequence[sharding.ShardGroup]) -> list[nn.Parameter]:
-    """Trainable parameters that an optimizer may have, though nothing of them is sent: those outside of FSDP's groups,
-    which FSDP leaves alone, too, and those with no part on this rank."""
-    in_groups = {id(each): each for group in shards for each in group.parameters}
-    outside = (each for each in module.parameters() if each.requires_grad and id(each) not in in_groups)
-    return [*outside, *(each for each in in_groups.values() if sharding.local_of(each).numel() == 0)]
+    """Trainable parameters outside of FSDP's groups, which FSDP leaves alone, too. An optimizer may have them."""
+    in_groups = {id(each) for group in shards for each in group.parameters}
+    return [each for each in module.parameters() if each.requires_grad and id(each) not in in_groups]
 
 
 def check_optimizers(
@@ -248,7 +247,8 @@ def check_optimizers(
             )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in known and parameter.requires_grad and parameter.numel() > 0:
+                is_trained = parameter.requires_grad and sharding.local_of(parameter).numel() > 0
+                if is_trained and id(parameter) not in known:
                     raise refused(
                         f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not in the "
                         "module; make it from module.parameters() of the module given here, or give attach a list with "
@@ -275,6 +275,12 @@ def check_owners(module: nn.Module) -> None:
         for attribute, called in _PARAMETER_OWNERS:
             if hasattr(parameter, attribute):
                 raise refused(f"{name} is managed by {called}, which reduces gradients itself; {_REMEDY}")
+        if hasattr(parameter, "_st_info"):
+            raise refused(
+                f"{name} was a DTensor before torch's _pre_dp_module_transform(), which makes other parameters in each "
+                "forward pass, unknown to the optimizer; give attach the module without this call and without "
+                "DistributedDataParallel, and the data-parallel group as process_group"
+            )
         if hasattr(parameter, "_in_backward_optimizers"):
             raise refused(
                 f"{name} is updated inside of backward (_apply_optimizer_in_backward), before the ranks' mean exists; "

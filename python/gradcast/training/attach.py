@@ -121,9 +121,9 @@ def attach_to_quorum(quorum: Quorum, plans: Plans, module: nn.Module | Sequence[
     preflight.check_clipping(options, [])
     preflight.check_local_steps(options, [], module, disabled=False)
     accepted = accept(module, [], None)
-    if accepted.shards:
+    if accepted.shards or sharding.has_parts(accepted.module):
         raise refused(
-            "the module is sharded by FSDP, which torchft's process groups do not fit; train without gradcast"
+            "the module is sharded (FSDP, DTensors), which torchft's process groups do not fit; train without gradcast"
         )
     _refuse_attached(accepted)
     check_hooks(accepted.parameters, [])
@@ -168,6 +168,8 @@ def _checked(
     _refuse_attached(accepted)
     if accepted.shards:
         preflight.check_sharded(options, accepted, disabled=disabled)
+    else:
+        preflight.check_tensor_parallel(options, accepted.whole, callers, disabled=disabled)
     if callers.world_size > 1:
         check_hooks(accepted.parameters, [*idle, *([] if accepted.ddp is None else [accepted.ddp])])
     callers.device = accepted.device

@@ -267,6 +267,7 @@ class Attachment:
                 check_owners(self._setup.accepted.whole)
                 parameters = trainable(inner, known=self._frozen_since(before) - frozen)
                 check_optimizers(self._setup.optimizers, parameters)
+                preflight.check_tensor_parallel(self._setup.options, self._setup.accepted.whole, group)
                 preflight.check_same_restart(group, before.mode, self._setup.options)
             preflight.check_same_model(group, inner)
         try:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
-from gradcast.training.compat.sharding import local_of
+from gradcast.training.compat.sharding import is_part, local_of
 from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.options import Options
 from gradcast.training.plan.proposals import rehearse
@@ -73,16 +74,52 @@ _NOT_SHARDED = {
     "split_compiled": "forward waits where FSDP gathers parameters",
 }
 
+_NOT_IN_PARTS = {
+    "clip": "clip in the loop, since a norm would be that of this rank's parts",
+    "local": _NOT_SHARDED["local"],
+    "split_compiled": "not tried with DTensors",
+}
+
 
 def check_sharded(options: Options, accepted: Accepted, *, disabled: bool) -> None:
     """Raises for what gradcast cannot do with a module that FSDP shards."""
-    for name in options.changed(_NOT_SHARDED):
-        raise refused(f"options.{name} is given with a module that FSDP shards: {_NOT_SHARDED[name]}; omit it")
+    _refuse_options(options, _NOT_SHARDED, "a module that FSDP shards")
+    if any(group.has_other_parts for group in accepted.shards):
+        clip = {"clip": _NOT_IN_PARTS["clip"]}
+        _refuse_options(options, clip, "a module that FSDP shards and that is tensor-parallel, too")
     if disabled and accepted.shards[0].replicas is None:
         raise refused(
             "without gradcast nothing averages the gradients over the replicas that attach was given, and "
             "GRADCAST_DISABLE is set; unset it, or shard the module with a mesh of two dimensions"
         )
+
+
+def check_tensor_parallel(options: Options, module: nn.Module, group: Group, *, disabled: bool = False) -> None:
+    """Raises for DTensors unless the ranks of ``group``, which average, have the same part of each."""
+    parts = {name: each for name, each in [*module.named_parameters(), *module.named_buffers()] if is_part(each)}
+    if not parts:
+        return
+    _refuse_options(options, _NOT_IN_PARTS, "tensor-parallel parameters")
+    if disabled and group.world_size > 1:
+        raise refused(
+            "stock DDP would train the module, and it takes no DTensors, but GRADCAST_DISABLE is set; unset it, or "
+            "train without gradcast by torch's replicate()"
+        )
+    averaging = {0} if group.world_size == 1 else set(dist.get_process_group_ranks(group.shared))
+    for name, part in parts.items():
+        mesh: Any = part
+        ranks = mesh.device_mesh.mesh.flatten().tolist()
+        if len(averaging.intersection(ranks)) > 1:
+            raise refused(
+                f"{name} is a DTensor over the ranks {ranks}, of which attach got several as data-parallel ranks; make "
+                "a mesh of two dimensions, (data-parallel, tensor-parallel), parallelize over the second one, and give "
+                "attach the group of the first one as process_group"
+            )
+
+
+def _refuse_options(options: Options, reasons: dict[str, str], what: str) -> None:
+    for name in options.changed(reasons):
+        raise refused(f"options.{name} is given with {what}: {reasons[name]}; omit it")
 
 
 def warn_of_left_alone(accepted: Accepted) -> None:
@@ -222,4 +259,6 @@ def _features(name: str, tensor: torch.Tensor) -> str:
     """Features that must be the same on all ranks. Gradients are summed as they lie in memory, so strides count, except
     those of dimensions of size 1."""
     strides = tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return f"{name} of shape {tuple(tensor.shape)}, type {tensor.dtype} and strides {strides}"
+    part: Any = tensor
+    placed = f", placed as {part.placements}" if is_part(tensor) else ""
+    return f"{name} of shape {tuple(tensor.shape)}, type {tensor.dtype} and strides {strides}{placed}"

@@ -11,7 +11,7 @@ from gradcast import _core
 from gradcast.errors import refused
 from gradcast.host_traffic import leaving_share
 from gradcast.training.attached_modules import attached_to
-from gradcast.training.compat.sharding import is_sharded
+from gradcast.training.compat.sharding import has_parts, is_sharded
 from gradcast.training.plan.balancing import SamplerCall, ShareSchedule
 from gradcast.training.ranks.group import Group
 from gradcast.training.sessions.kinds import Attached, TrainingSession, require_attached
@@ -55,12 +55,12 @@ class TrainingState:
         return found
 
     def require_whole(self, what: str) -> None:
-        """Raises Error(invalid_use) for a module that FSDP shards. ``what``: takes all ranks' parameters for equal."""
+        """Raises Error(invalid_use) for a module in parts. ``what``: takes all ranks' parameters for equal."""
         module = self.module()
-        if module is not None and is_sharded(module):
+        if module is not None and (is_sharded(module) or has_parts(module)):
             raise refused(
-                f"{what} does not know modules that FSDP shards: it takes the ranks' parameters for equal; save shards "
-                "with torch.distributed.checkpoint, and give all ranks the same number of samples"
+                f"{what} does not know sharded modules (FSDP, DTensors): it takes the ranks' parameters for "
+                "equal; save shards with torch.distributed.checkpoint, and give all ranks the same number of samples"
             )
 
     @classmethod

@@ -14,6 +14,7 @@ from gradcast.errors import refused
 from gradcast.training.acceptance import joined
 from gradcast.training.attach import attach
 from gradcast.training.compat import extension
+from gradcast.training.compat.sharding import has_parts
 from gradcast.training.compat.wrappers import unwrapped
 from gradcast.training.options import Options
 from gradcast.training.ranks.group import callers_of
@@ -63,6 +64,8 @@ def verify(
     are_several = isinstance(module, list | tuple)
     given: Any = module
     whole: Any = joined(given) if are_several else unwrapped(given)
+    if isinstance(whole, nn.Module) and has_parts(whole):
+        raise refused("verify compares with DDP, which takes no DTensors; compare with torch's replicate() yourself")
     # adapt=False: the plan is followed even if it gains nothing. DDP has no weights.
     options = options or Options()
     options = dataclasses.replace(options, plan=dataclasses.replace(options.plan, adapt=False), weight=None)

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,22 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of a DTensor, collective over its mesh; any other tensor itself."""
     whole: Any = tensor
     return tensor if local_of(tensor) is tensor else whole.full_tensor()
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Returns whether it is a DTensor, of which this rank has a part."""
+    return local_of(tensor) is not tensor
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Returns whether the module has parameters of which this rank has a part: FSDP's, or tensor-parallel ones."""
+    return any(map(is_part, module.parameters()))
+
+
+def mesh_groups(tensors: Iterable[Any]) -> list[Any]:
+    """The process groups of the meshes of DTensors."""
+    meshes = {id(each.device_mesh): each.device_mesh for each in tensors if is_part(each)}
+    return [group for mesh in meshes.values() for group in mesh.get_all_groups()]
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -102,6 +118,13 @@ class ShardGroup:
     @property
     def shard_count(self) -> int:
         return getattr(self._group.mesh_info, "shard_mesh_size", 1)
+
+    @property
+    def has_other_parts(self) -> bool:
+        """True if ranks beside those of the shards hold other parts of its parameters (tensor parallelism)."""
+        ranks = self.shard_count * (1 if self.replicas is None else self.replicas.size())
+        meshes: list[Any] = [each for each in self.parameters if is_part(each)]
+        return any(each.device_mesh.size() > ranks for each in meshes)
 
     def reason_against(self) -> str | None:
         """Returns why gradcast cannot reduce this group, and what to do; None if it can."""

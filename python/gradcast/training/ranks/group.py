@@ -23,6 +23,7 @@ from gradcast import _core
 from gradcast.errors import refused
 from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form
 from gradcast.training.compat import extension
+from gradcast.training.compat.sharding import local_of
 from gradcast.training.options import Nccl
 from gradcast.training.ranks import dropped, group_pool
 from gradcast.training.ranks.nccl_settings import AS_THE_PROGRAM, Settings, settings_for, stream_settings
@@ -102,7 +103,7 @@ class Group(RanksTogether):
             return
         self.meet()
         with self.naming(f"sending {what} from rank 0"):
-            extension.load().copy_from_first(self.own, list(tensors))
+            extension.load().copy_from_first(self.own, list(map(local_of, tensors)))
 
     def connect(self, messages: Iterable[Message]) -> None:
         """Makes NCCL connect the devices for these messages now, so that errors are raised here, and no step waits for

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcast.training.compat import extension
+from gradcast.training.compat import extension, sharding
 from gradcast.training.measure.early_waits import EarlyWaits
 from gradcast.training.measure.step_trace import StepTrace
 from gradcast.training.plan.balancing import Balancing
@@ -44,6 +44,7 @@ from gradcast.training.sessions.open_blocks import NoSyncBlocks, Progress
 from gradcast.training.sessions.plan_facets import PlanCheckpoint, PlanReport
 from gradcast.training.sessions.step_cycle import FailureGuard, StepCycle
 from gradcast.training.step import clipping, parameter_state, residuals
+from gradcast.training.step.dtensor_gradients import DTensorGradients
 from gradcast.training.step.early_clipping import EarlyClipping
 from gradcast.training.step.gradient_buffers import GradientBuffers
 from gradcast.training.step.gradient_exchange import GradientExchange
@@ -100,8 +101,11 @@ class Session(TrainingSession):
         by_value = None if options.clip.value is None else clipping.ValueClipping(options)
         travelling = None if index is None else module_buffers
         parts = states, table, exchange, message, weights, by_norm, travelling, consistency
-        shards = accepted.shards
-        gradients = ShardedGradients(shards, *parts) if shards else GradientHooks(*parts)
+        gradients: GradientHooks
+        if accepted.shards:
+            gradients = ShardedGradients(accepted.shards, *parts)
+        else:
+            gradients = (DTensorGradients if sharding.has_parts(accepted.module) else GradientHooks)(*parts)
         steps = OptimizerSteps(
             optimizers,
             accepted.read,
@@ -111,7 +115,7 @@ class Session(TrainingSession):
             warn_once,
             by_value,
             setup.callbacks,
-            functools.partial(extension.load().operations_begun, group.shared),
+            functools.partial(_operations_begun, [group.shared, *sharding.mesh_groups(parameters.values())]),
         )
         self.controller = PlanLoop(exchange, message, accepted.module, group, trace, waits, self.mode, options, by_norm)
         guard = guard or FailureGuard()
@@ -267,6 +271,10 @@ def _norm_clipping(session: Session, setup: Setup, *parts: Any) -> clipping.Norm
         lambda what: session.exchange.watch.waiting(what),
     )
     return ShardedNormClipping(shards, *parts)
+
+
+def _operations_begun(groups: Sequence[Any]) -> list[int | None]:
+    return list(map(extension.load().operations_begun, groups))
 
 
 class _WarnOnce:

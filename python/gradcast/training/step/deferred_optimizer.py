@@ -13,34 +13,37 @@ from torch.optim import Optimizer
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension, interrupts
-from gradcast.training.compat.sharding import local_of
+from gradcast.training.compat.sharding import is_part, local_of
 from gradcast.training.step import parameter_state, pending
+from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import Lock, OptimizerStateGuard
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.part_comparison import PartComparison
 from gradcast.training.step.partial_step import PartialStep, Places, StepInterception
+from gradcast.training.step.sharded_gradients import ShardedGradients
 from gradcast.training.step.step_settings import Read, StepSettings
 
 
 class DeferredOptimizer:
-    """One optimizer in overlap mode. ``states``: the session's parameters that it updates. ``has_stepped``: it has
-    taken the gradients of the open step. ``guard``: of its state."""
+    """One optimizer in overlap mode. ``states``: the parameters of ``gradients`` that it updates. ``has_stepped``: it
+    has taken the gradients of the open step. ``guard``: of its state."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         read: Read | None,
-        states: Sequence[ParameterState],
+        gradients: GradientHooks,
         warn_once: Callable[..., None],
-        operations_begun: Callable[[], int | None],
+        operations_begun: Callable[[], object],
     ) -> None:
-        """``read``: the settings that its step reads. ``operations_begun``: the number of operations that this rank has
-        begun in the program's group; None if that is not known."""
+        """``read``: the settings that its step reads. ``operations_begun``: changes where this rank begins an operation
+        in the program's group, or in those of its DTensors, if that is known."""
         self.optimizer, self._read, self._operations_begun = optimizer, read, operations_begun
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        self.states = extension.load().States([state for state in states if id(state.parameter) in held])
+        self.states = extension.load().States([state for state in gradients.states if id(state.parameter) in held])
         self._comparison = PartComparison(self.states, warn_once)
-        self._is_sharded = any(local_of(state.parameter) is not state.parameter for state in self.states)
+        self._is_sharded = isinstance(gradients, ShardedGradients)
+        self._has_parts = any(is_part(state.parameter) for state in self.states)
         self._places = Places([])
         self._others: list[torch.Tensor] = []  # that it updates beside ``states``
         self._partial: PartialStep | None = None  # while some of its updates are pending
@@ -81,9 +84,19 @@ class DeferredOptimizer:
             return []
         native = extension.load()
         parameters = native.parameters_of(self.states)
-        found = native.held_elsewhere(parameters, None, False)
-        shared = [position for position in native.foreign_memory(parameters) if parameters[position].is_shared()]
+        found, memory = set(native.held_elsewhere(parameters, None, False)), parameters
+        if self._has_parts:
+            memory = list(map(local_of, parameters))
+            found.update(native.held_elsewhere(memory, None, False))
+        shared = [position for position in native.foreign_memory(memory) if memory[position].is_shared()]
         return [self.states[position] for position in sorted({*found, *shared})]
+
+    def run_whole(self) -> None:
+        """Runs a whole step as it is. Raises Error(invalid_use), on all ranks alike, if it cannot run in parts."""
+        if self._has_parts:
+            self._run_watched(self.interception.run_whole)
+        else:
+            self.interception.run_whole()
 
     def run_in_parts(self, parts: int, on_part: Callable[[], None]) -> None:
         """Runs a whole step in ``parts`` calls, after each of which ``on_part`` is called."""
@@ -92,7 +105,8 @@ class DeferredOptimizer:
         size = -(-len(parameters) // parts)
         for first in range(0, len(parameters), size):
             with interrupts.after_this():  # meanwhile the optimizer has other groups
-                partial.run(parameters[first : first + size], last=first + size >= len(parameters))
+                part = parameters[first : first + size]
+                self._run_watched(functools.partial(partial.run, part, last=first + size >= len(parameters)))
             on_part()
 
     def defer(self, settings: StepSettings, owner: pending.Owner) -> None:
@@ -141,21 +155,24 @@ class DeferredOptimizer:
             self.guard.end_step()
 
     def _run(self, parameters: list[nn.Parameter], *, last: bool, elsewhere: bool) -> None:
-        """Raises Error(invalid_use) if the update begins operations in the program's group."""
         partial = self._partial
         run = functools.partial(partial.run, parameters, last=last, elsewhere=elsewhere)
         if partial.is_compared and last and parameters:
             run = functools.partial(self._comparison.run, partial, parameters, run)
         if elsewhere:  # operations that begin meanwhile may be the training thread's
             run()
-            return
+        else:
+            self._run_watched(functools.partial(self._comparison.run_watched, run))
+
+    def _run_watched(self, run: Callable[[], None]) -> None:
+        """Raises Error(invalid_use) if the update begins operations of the ranks."""
         before = self._operations_begun()
-        self._comparison.run_watched(run)
+        run()
         if self._operations_begun() != before:
             raise refused(
-                f"step() of {partial.name} starts collective operations, and which parameters are updated together "
-                "differs between ranks, so that these operations do not match; use hook mode: gradcast.attach(module) "
-                "without the optimizer"
+                f"step() of {type(self.optimizer).__name__} starts collective operations, and which parameters are "
+                "updated together differs between ranks, so that these operations do not match; use hook mode: "
+                "gradcast.attach(module) without the optimizer"
             )
 
     def _current_places(self) -> Places:

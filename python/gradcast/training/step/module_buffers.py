@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from gradcast.training.compat.later_read import LaterRead
+from gradcast.training.compat.sharding import local_of
 from gradcast.training.ranks.group import Group
 from gradcast.training.step.gradient_exchange import GradientExchange
 
@@ -252,7 +253,7 @@ class _Part:
         """The buffers as they are now, each once."""
         if not self._has_any:
             return []
-        found = [buffer for held in self._held if held for buffer in held.values() if buffer is not None]
+        found = [local_of(each) for held in self._held if held for each in held.values() if each is not None]
         return list({id(each): each for each in found if each.numel() > 0}.values())
 
     def look(self) -> bool:

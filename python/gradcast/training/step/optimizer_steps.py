@@ -46,12 +46,12 @@ class OptimizerSteps:
         warn_once: Callable[..., None],
         values: ValueClipping | None,
         callbacks: UpdateCallbacks,
-        operations_begun: Callable[[], int | None],
+        operations_begun: Callable[[], object],
     ) -> None:
         """``read``: the settings that the step() of each optimizer reads. ``operations_begun``: see DeferredOptimizer.
         ``values``: clips each element."""
         self.optimizers = [
-            DeferredOptimizer(each, its_read, gradients.states, warn_once, operations_begun)
+            DeferredOptimizer(each, its_read, gradients, warn_once, operations_begun)
             for each, its_read in zip(optimizers, read, strict=True)
         ]
         self.gradients, self._trace, self.waits = gradients, trace, waits
@@ -176,7 +176,7 @@ class OptimizerSteps:
         if parts > 1 and len(self.optimizers) == 1 and self.reason_to_wait(number) is None:
             optimizer.run_in_parts(parts, self._trace.count_update)
         else:
-            optimizer.interception.run_whole()
+            optimizer.run_whole()
         self._callbacks.note(optimizer.states)
         self._trace.span("update", arrived_ns, self._trace.now())
 
