@@ -43,11 +43,6 @@ class ShardedGradients(GradientHooks):
                 "the hook, or train without gradcast"
             )
 
-    def is_sent(self, parameter: torch.Tensor) -> bool:
-        """Returns whether the open step has its gradient already."""
-        state = self.table.of(parameter)
-        return state is not None and state.phase != extension.load().Phase.IDLE
-
     def end_step_inside(self) -> None:
         """Ends the open step inside of its backward pass, of which the rest makes another one: FSDP reduces a group
         again, as it does in some programs with activation checkpointing, and its first mean has to be complete."""
@@ -108,10 +103,11 @@ class _ReducedGroups:
                 "one backward pass is all-reduced for some of FSDP's modules and not for others; call "
                 "set_requires_all_reduce() on the root module, for all of them"
             )
-        if is_opened and any(map(gradients.is_sent, [each.parameter for each in reduced])):
+        states = [gradients.table.of(each.parameter) for each in reduced]
+        idle = extension.load().Phase.IDLE
+        if is_opened and any(state is not None and state.phase != idle for state in states):
             gradients.end_step_inside()
-        for parameter, earlier in reduced:
-            state = gradients.table.of(parameter)
+        for (parameter, earlier), state in zip(reduced, states, strict=True):
             if state is None:  # this rank has no part of it
                 parameter.grad = parameter.grad if sends and earlier is None else earlier
                 continue
