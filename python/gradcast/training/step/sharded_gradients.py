@@ -2,7 +2,8 @@
 
 FSDP hands over one group after the other. ``.grad`` keeps FSDP's memory; the mean over the replicas is copied there
 when it has arrived, or added to the ``.grad`` of before the pass, as native HSDP adds each pass's mean. A pass without
-all-reduce (set_requires_all_reduce(False), no_sync()) leaves its gradients with the replica until the next one with it.
+all-reduce (set_requires_all_reduce(False), no_sync()) leaves its gradients with the replica until the next one with it
+that uses the same parameters.
 """
 
 import weakref
@@ -42,10 +43,14 @@ class ShardedGradients(GradientHooks):
                 "the hook, or train without gradcast"
             )
 
-    def is_sent(self, parameter: torch.Tensor) -> bool:
-        """Returns whether the open step has its gradient already."""
-        state = self.table.of(parameter)
-        return state is not None and state.phase != extension.load().Phase.IDLE
+    def end_step_inside(self) -> None:
+        """Ends the open step inside of its backward pass, of which the rest makes another one: FSDP reduces a group
+        again, as it does in some programs with activation checkpointing, and its first mean has to be complete."""
+        self._clear_unsent()
+        self._send_missing()
+        self.listener.on_backward_end()
+        if self.open:
+            self.listener.wait_for_gradients()
 
     def _on_timed(self, index: int) -> None:
         used = self.states[index].locally_unused is None
@@ -54,7 +59,6 @@ class ShardedGradients(GradientHooks):
     def _substitute(self, state: ParameterState) -> None:
         earlier, state.parameter.grad = state.parameter.grad, torch.zeros_like(state.parameter, requires_grad=False)
         self._sharded.earlier[state.index] = earlier
-        self._sharded.add_kept(state)
 
     def _place(self, state: ParameterState) -> None:
         super()._place(state)
@@ -85,12 +89,6 @@ class _ReducedGroups:
             group.take_over(WeakHook(self._before_read), WeakHook(self._on_reduced))
         return self._shards
 
-    def add_kept(self, state: ParameterState) -> None:
-        """Adds what passes without all-reduce have left to the ``.grad``."""
-        kept = self.kept.pop(state.index, None)
-        if kept is not None:
-            local_of(state.parameter.grad).add_(kept)
-
     def _before_read(self, group: ShardGroup) -> None:
         pending.resolve(group.parameters)
 
@@ -105,18 +103,17 @@ class _ReducedGroups:
                 "one backward pass is all-reduced for some of FSDP's modules and not for others; call "
                 "set_requires_all_reduce() on the root module, for all of them"
             )
-        if is_opened and any(map(gradients.is_sent, [each.parameter for each in reduced])):
-            raise refused(
-                "FSDP reduces a group twice in one backward pass, as it does in some programs with activation "
-                "checkpointing; use none in a block that is called several times, with use_reentrant=False elsewhere, "
-                "or train without gradcast"
-            )
-        for parameter, earlier in reduced:
-            state = gradients.table.of(parameter)
+        states = [gradients.table.of(each.parameter) for each in reduced]
+        idle = extension.load().Phase.IDLE
+        if is_opened and any(state is not None and state.phase != idle for state in states):
+            gradients.end_step_inside()
+        for (parameter, earlier), state in zip(reduced, states, strict=True):
             if state is None:  # this rank has no part of it
-                parameter.grad = parameter.grad if earlier is None else earlier
+                parameter.grad = parameter.grad if sends and earlier is None else earlier
                 continue
-            self.add_kept(state)
+            kept = self.kept.pop(state.index, None)
+            if kept is not None:
+                local_of(parameter.grad).add_(kept)
             self.first = state.index if self.first is None else self.first
             if sends:
                 if not group.averages:
@@ -125,7 +122,6 @@ class _ReducedGroups:
                 gradients._on_gradient(state.index)
             else:
                 self.kept[state.index] = local_of(parameter.grad)
-                gradients.used_unsynchronized.add(state.index)
                 parameter.grad = earlier
         self.first = None
         if not sends:
