@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
@@ -51,10 +52,14 @@ class ShardedGradients(GradientHooks):
         used = self.states[index].locally_unused is None
         self.listener.on_gradient_sent(index, used=used, together_with=self._sharded.first)
 
+    def _send_missing(self, *, failed: bool = False) -> None:
+        super()._send_missing(failed=failed)
+        self._sharded.kept.clear()  # of parameters, too, that this rank has no part of
+
     def _substitute(self, state: ParameterState) -> None:
         earlier, state.parameter.grad = state.parameter.grad, torch.zeros_like(state.parameter, requires_grad=False)
         self._sharded.earlier[state.index] = earlier
-        self._sharded.add_kept(state)
+        self._sharded.add_kept(state.parameter)
 
     def _place(self, state: ParameterState) -> None:
         super()._place(state)
@@ -69,27 +74,27 @@ class ShardedGradients(GradientHooks):
 class _ReducedGroups:
     """FSDP's groups, as backward passes reduce-scatter them.
 
-    By parameter, ``earlier``: the ``.grad`` of before the pass that runs; ``kept``: the sum of the passes that are not
-    all-reduced.
+    ``earlier``: by the parameter's index, the ``.grad`` of before the pass that runs. ``kept``: by parameter, also one
+    that this rank has no part of, the sum of the passes that are not all-reduced.
     """
 
     def __init__(self, gradients: ShardedGradients, shards: Sequence[ShardGroup]) -> None:
         self._gradients, self._shards = weakref.ref(gradients), shards
         self.earlier: dict[int, torch.Tensor | None] = {}
-        self.kept: dict[int, torch.Tensor] = {}
+        self.kept: dict[nn.Parameter, torch.Tensor] = {}
         self._kept_task = NO_TASK  # the last of these passes
         self.first: int | None = None  # the first parameter of the group that is handed over
 
     def install(self) -> Sequence[ShardGroup]:
         for group in self._shards:
-            group.take_over(WeakHook(self._before_read), WeakHook(self._on_reduced))
+            group.take_over(WeakHook(self._before_read), WeakHook(self._on_reduced), self.kept)
         return self._shards
 
-    def add_kept(self, state: ParameterState) -> None:
+    def add_kept(self, parameter: nn.Parameter) -> None:
         """Adds what passes without all-reduce have left to the ``.grad``."""
-        kept = self.kept.pop(state.index, None)
+        kept = self.kept.pop(parameter, None)
         if kept is not None:
-            local_of(state.parameter.grad).add_(kept)
+            local_of(parameter.grad).add_(kept)
 
     def _before_read(self, group: ShardGroup) -> None:
         pending.resolve(group.parameters)
@@ -100,6 +105,11 @@ class _ReducedGroups:
         gradients = self._gradients()
         sends = group.all_reduces and gradients.listener.reduces(gradients.passes.forward)
         is_opened = gradients.open and gradients.passes.running == gradients.passes.opened != NO_TASK
+        if current() == NO_TASK:
+            raise refused(
+                "FSDP reduces gradients outside of backward(), and gradcast has sent the pass; omit "
+                "set_manual_backward_finalization()"
+            )
         if (is_opened and not sends) or (sends and self._kept_task == current()):
             raise refused(
                 "one backward pass is all-reduced for some of FSDP's modules and not for others; call "
@@ -112,11 +122,14 @@ class _ReducedGroups:
                 "or train without gradcast"
             )
         for parameter, earlier in reduced:
+            self.add_kept(parameter)
+            if not sends:
+                self.kept[parameter] = local_of(parameter.grad)
+                parameter.grad = earlier
             state = gradients.table.of(parameter)
             if state is None:  # this rank has no part of it
                 parameter.grad = parameter.grad if earlier is None else earlier
                 continue
-            self.add_kept(state)
             self.first = state.index if self.first is None else self.first
             if sends:
                 if not group.averages:
@@ -124,9 +137,7 @@ class _ReducedGroups:
                 self.earlier[state.index] = earlier
                 gradients._on_gradient(state.index)
             else:
-                self.kept[state.index] = local_of(parameter.grad)
                 gradients.used_unsynchronized.add(state.index)
-                parameter.grad = earlier
         self.first = None
         if not sends:
             self._kept_task = current()
