@@ -14,13 +14,15 @@ import pytest
 import gradcast
 from gradcast.training.compat import sharding
 from training import compare, inside
-from training.attached import attach, error_of
+from training.attached import attach, error_of, not_refused
 from training.needs import torch
 from training.pool import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 nn = torch.nn
 WIDTH, BATCH, STEPS = 12, 4, 9
+IS_LATER = torch.__version__ >= "2.15"  # whose FSDP differs from that of 2.11
+later_only = pytest.mark.skipif(not IS_LATER, reason="FSDP of torch 2.11 has no such thing")
 
 
 class Block(nn.Module):
@@ -36,6 +38,15 @@ class Net(nn.Sequential):
     def __init__(self, outputs: int = 5) -> None:
         torch.manual_seed(7)
         super().__init__(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, outputs))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 1, 5))
+
+    def forward(self, x):
+        return x * self.scale
 
 
 def mesh_of(rank):
@@ -132,6 +143,19 @@ def without_sync(training: Training) -> None:
 def synchronized_twice(training: Training) -> None:
     """As torchtitan's loop, which never switches synchronization off."""
     in_passes(training)
+
+
+def kept_by_others(training: Training) -> None:
+    """A pass that uses everything is kept, and the next one uses one block."""
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        training.module.set_requires_all_reduce(False)
+        training.backward(10 * number)
+        training.module.set_requires_all_reduce(True)
+        training.module[1](training.batch(10 * number + 1)).square().mean().backward()
+        for name, parameter in training.module.named_parameters():
+            training.seen[f"{name} {number}"] = None if parameter.grad is None else parameter.grad.to_local().clone()
+        training.optimizer.step()
 
 
 def two_losses(training: Training) -> None:
@@ -344,6 +368,92 @@ def test_divisors_of_the_program_are_kept(rank):
 
 
 @on_ranks(4)
+def test_passes_of_a_shard_without_a_part(rank):
+    return differences(rank, "overlap", without_all_reduce, build=BUILDS["a shard without a part"])
+
+
+@pytest.mark.parametrize("build", ["fp32", "a shard without a part"])
+@on_ranks(4)
+def test_sums_of_groups_that_are_not_used_again(rank, build):
+    """torch 2.15 averages them with the next pass; 2.11 not before the group is used."""
+    return differences(rank, "overlap", kept_by_others, build=BUILDS.get(build, lambda mesh: sharded(Net(), mesh)))
+
+
+def called_twice(training: Training) -> None:
+    """A pass is kept, and the next one calls a block twice."""
+    for number in range(STEPS):
+        training.optimizer.zero_grad()
+        training.module.set_requires_all_reduce(False)
+        training.backward(10 * number)
+        training.module.set_requires_all_reduce(True)
+        outputs = [training.module(training.batch(10 * number + part)).square().mean() for part in (1, 2)]
+        sum(outputs).backward()
+        training.optimizer.step()
+
+
+@on_ranks(4)
+def test_sums_and_a_block_that_is_called_twice(rank):
+    """torch 2.15 averages the sums where the first call ends in backward, and the gradients behind the second."""
+    return differences(rank, "overlap", called_twice)
+
+
+@on_ranks(4)
+def test_bf16_that_computes_only(rank):
+    """torch 2.11 reduces in bf16, too, which is refused; 2.15 in the parameters' type."""
+
+    def build(mesh):
+        return sharded(Net(), mesh, mp_policy=policy(param_dtype=torch.bfloat16))
+
+    if IS_LATER:
+        return differences(rank, "overlap", steps, build=build)
+    return not_refused(lambda: Training(rank, "overlap", build=build), "wire='bf16'")
+
+
+@later_only
+@on_ranks(4)
+def test_parameters_that_compute_in_types_of_their_own(rank):
+    def type_of(parameter):
+        return torch.float32 if parameter.dim() == 3 else None
+
+    def build(mesh):
+        own = policy(param_dtype=torch.bfloat16, param_dtype_override_fn=type_of)
+        return sharded(Net().append(Scale()), mesh, mp_policy=own)
+
+    return differences(rank, "overlap", in_between, build=build)
+
+
+@later_only
+@on_ranks(4)
+def test_several_groups_of_one_module(rank):
+    """Which a program has that gives parameters meshes of their own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
+
+    def build(_):
+        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicas", "shards", "whole"))
+        shards, whole = (HSDPMeshInfo(mesh["replicas", name], 1, 0) for name in ("shards", "whole"))
+
+        def place(parameter):
+            return ShardPlacementResult(None, shards if parameter.dim() == 1 else whole)
+
+        module = sharded(Net(), mesh["replicas", "shards"], shard_placement_fn=place)
+        assert len(sharding.groups_of(module)) == 6
+        return module
+
+    return differences(rank, "overlap", in_between, build=build)
+
+
+@later_only
+@on_ranks(4)
+def test_a_backward_pass_that_the_program_ends_is_refused(rank):
+    training = Training(rank, "overlap")
+    training.module.set_manual_backward_finalization(True)
+    training.backward(0)
+    wrong = not_refused(training.module.finalize_backward, "set_manual_backward_finalization")
+    return wrong + not_refused(training.module.reset_iter_state, "from a checkpoint")
+
+
+@on_ranks(4)
 def test_what_is_not_used_in_a_step_keeps_its_gradient(rank):
     return differences(rank, "overlap", a_part_is_unused)
 
@@ -458,7 +568,7 @@ def refusals(rank) -> dict[str, str]:
     return {
         "differs between replicas": told(other_seed),
         "no replicas": told(lambda mesh: sharded(Net(), mesh["shards"])),
-        "bf16 reduction": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(param_dtype=torch.bfloat16))),
+        "bf16 reduction": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(reduce_dtype=torch.bfloat16))),
         "fp16": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(reduce_dtype=torch.float16))),
         "offload": told(lambda mesh: sharded(Net(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))),
         "gathered": told(gathered),

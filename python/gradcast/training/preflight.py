@@ -84,9 +84,13 @@ _NOT_IN_PARTS = {
 def check_sharded(options: Options, accepted: Accepted, *, disabled: bool) -> None:
     """Raises for what gradcast cannot do with a module that FSDP shards."""
     _refuse_options(options, _NOT_SHARDED, "a module that FSDP shards")
-    if any(group.has_other_parts for group in accepted.shards):
-        clip = {"clip": _NOT_IN_PARTS["clip"]}
-        _refuse_options(options, clip, "a module that FSDP shards and that is tensor-parallel, too")
+    shards = {group.shard_count for group in accepted.shards}
+    if shards != {group.part_count for group in accepted.shards} or len(shards) > 1:
+        _refuse_options(
+            options,
+            {"clip": _NOT_IN_PARTS["clip"]},
+            "a module that FSDP shards in several ways, or that is tensor-parallel, too",
+        )
     if disabled and accepted.shards[0].replicas is None:
         raise refused(
             "without gradcast nothing averages the gradients over the replicas that attach was given, and "

@@ -36,7 +36,7 @@ def group_on_device(calls: mock.Mock):
 def test_what_is_gathered_comes_behind_the_updates():
     calls = mock.Mock()
     group = group_on_device(calls)
-    ShardGroup(group).take_over(calls.before_read, calls.on_reduced)
+    ShardGroup(group).take_over(calls.before_read, calls.on_reduced, {})
     group.unshard(True)
     names = [name for name, *_ in calls.mock_calls]
     assert names == ["before_read", "copy_in.wait_stream", "gather.wait_stream", "unshard"]
@@ -46,7 +46,7 @@ def test_what_is_gathered_comes_behind_the_updates():
 def test_gradients_are_handed_over_on_the_stream_that_writes_them():
     calls = mock.Mock()
     group = group_on_device(calls)
-    ShardGroup(group).take_over(calls.before_read, calls.on_reduced)
+    ShardGroup(group).take_over(calls.before_read, calls.on_reduced, {})
     group.post_backward()
     assert [name for name, *_ in calls.mock_calls] == ["entered", "on_reduced"]
     calls.entered.assert_called_once_with("reduce")
@@ -55,7 +55,7 @@ def test_gradients_are_handed_over_on_the_stream_that_writes_them():
 def test_what_is_gathered_already_waits_for_nothing():
     calls = mock.Mock()
     group = group_on_device(calls)
-    ShardGroup(group).take_over(calls.before_read, calls.on_reduced)
+    ShardGroup(group).take_over(calls.before_read, calls.on_reduced, {})
     group.is_unsharded = True
     group.unshard()
     assert not calls.before_read.called

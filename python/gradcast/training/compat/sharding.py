@@ -1,15 +1,16 @@
 """FSDP2's groups of parameters (``fully_shard``, ``replicate``), whose all-reduce over replicas gradcast takes over.
 
-This file alone knows private names of torch.distributed.fsdp and of DTensor, those of torch 2.11; ``groups_of`` refuses
-others. A group whose mesh has a dimension of replicas is given a mesh without it. FSDP then stops behind its
-reduce-scatter: ``.grad`` is the mean over the shards on this replica. Parameters and placements stay as they are.
+This file alone knows private names of torch.distributed.fsdp and of DTensor, those of torch 2.11 and 2.15;
+``groups_of`` refuses others. A group whose mesh has a dimension of replicas is given a mesh without it. FSDP then stops
+behind its reduce-scatter: ``.grad`` is the mean over the shards on this replica. Parameters and placements stay as they
+are.
 """
 
 import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,11 @@ from gradcast.errors import refused
 
 _PRIVATE = frozenset({
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "all_reduce_grads", "reduce_grads", "gradient_divide_factor",
-    "post_backward", "unshard", "wait_for_unshard", "is_unsharded", "mp_policy", "offload_policy", "device_handle",
-    "comm_ctx", "_all_gather_result", "_all_reduce_hook", "_partial_reduce_output",
+    "post_backward", "unshard", "wait_for_unshard", "is_unsharded", "offload_policy", "device_handle", "comm_ctx",
+    "_all_gather_result", "_all_reduce_hook", "_partial_reduce_output",
 })  # fmt: skip
+# A group of torch 2.11 has none of these, one of 2.15 all.
+_LATER = frozenset({"_get_partial_reduce_grad", "_get_reduce_dtype", "_post_backward_pending", "_reset_iter_state"})
 
 
 class Reduced(NamedTuple):
@@ -80,7 +83,8 @@ def groups_of(module: nn.Module) -> "list[ShardGroup]":
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         found |= {id(group): group for group in groups if group is not None}
     for group in found.values():
-        missing = sorted(name for name in _PRIVATE if not hasattr(group, name))
+        names = _PRIVATE | _LATER if any(hasattr(group, name) for name in _LATER) else _PRIVATE
+        missing = sorted(name for name in names if not hasattr(group, name))
         if missing:
             raise refused(
                 f"the FSDP of torch {torch.__version__} has no {missing[0]} in its parameter groups, so gradcast does "
@@ -120,23 +124,32 @@ class ShardGroup:
         return getattr(self._group.mesh_info, "shard_mesh_size", 1)
 
     @property
-    def has_other_parts(self) -> bool:
-        """True if ranks beside those of the shards hold other parts of its parameters (tensor parallelism)."""
-        ranks = self.shard_count * (1 if self.replicas is None else self.replicas.size())
+    def part_count(self) -> int:
+        """The number of ranks that hold parts of its parameters: shards, times those of tensor parallelism."""
         meshes: list[Any] = [each for each in self.parameters if is_part(each)]
-        return any(each.device_mesh.size() > ranks for each in meshes)
+        replicas = 1 if self.replicas is None else self.replicas.size()
+        return max([self.shard_count, *(each.device_mesh.size() // replicas for each in meshes)])
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        """The type that gradients are reduced in; None for that of the parameters. Where the program names none, torch
+        2.11 reduces in the type that computes, later versions in that of the parameters."""
+        policy = self._group.fsdp_params[0].mp_policy
+        return policy.reduce_dtype or (None if hasattr(self._group, "_get_reduce_dtype") else policy.param_dtype)
 
     def reason_against(self) -> str | None:
         """Returns why gradcast cannot reduce this group, and what to do; None if it can."""
         group, (info, after_forward) = self._group, self._mesh_infos
         own = {each.dtype for each in self.parameters if each.requires_grad}
-        reduced = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+        reduced = self._reduce_dtype
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
             return "its parameters are offloaded to the CPU; omit offload_policy"
         if group._all_reduce_hook is not None:
             return "it has an all-reduce hook; omit set_all_reduce_hook()"
         if group._partial_reduce_output is not None:
             return "it holds gradients that have not been all-reduced; attach between steps"
+        if any(each.requires_grad and each.grad_dtype != each.dtype for each in self.parameters):
+            return "its parameters have gradients of another type; omit grad_dtype"
         if torch.float16 in (own if reduced is None else {reduced}):
             return "its gradients are reduced in fp16; give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         if len(own) > 1:
@@ -157,13 +170,18 @@ class ShardGroup:
         return None
 
     def take_over(
-        self, before_read: Callable[["ShardGroup"], None], on_reduced: Callable[["ShardGroup", list[Reduced]], None]
+        self,
+        before_read: Callable[["ShardGroup"], None],
+        on_reduced: Callable[["ShardGroup", list[Reduced]], None],
+        kept: Mapping[nn.Parameter, torch.Tensor],
     ) -> None:
         """Ends FSDP's own all-reduce, until ``remove``.
 
         ``before_read`` is called before parameters are gathered (prefetches included) or, if there is nothing to
         gather, used. ``on_reduced`` is called where a backward pass has reduce-scattered gradients, on the stream that
-        writes them.
+        writes them. ``kept``: the sums of passes that were not all-reduced. Wherever torch 2.15 comes to the end of a
+        group, it reduces a zero for a parameter that has such a sum and no new gradient; torch 2.11 waits for the next
+        gradient.
         """
         group = self._group
         if self.replicas is not None:
@@ -174,6 +192,9 @@ class ShardGroup:
         self._reader = "unshard" if self.shard_count > 1 else "wait_for_unshard"
         setattr(group, self._reader, functools.partial(self._read, getattr(group, self._reader)))
         group.post_backward = functools.partial(self._reduce, group.post_backward)
+        if hasattr(group, "_get_partial_reduce_grad"):
+            group._get_partial_reduce_grad = lambda each: kept.get(each.sharded_param)
+            group._reset_iter_state = _refuse_reset
 
     def remove(self) -> None:
         """Gives the all-reduce back to FSDP."""
@@ -181,7 +202,7 @@ class ShardGroup:
         group.mesh_info = info
         if group.post_forward_mesh_info is not None:  # else FSDP has found since that this is the root
             group.post_forward_mesh_info = after_forward
-        for name in (self._reader, "post_backward"):
+        for name in (self._reader, "post_backward", "_get_partial_reduce_grad", "_reset_iter_state"):
             vars(group).pop(name, None)
         del self._before_read, self._on_reduced
 
@@ -231,6 +252,13 @@ class ShardGroup:
         return group.device_handle.stream(group.comm_ctx.reduce_scatter_stream)
 
 
+def _refuse_reset() -> None:
+    raise refused(
+        "reset_iter_state() would leave gradcast with gradients of the failed pass; end the program, and go on from a "
+        "checkpoint"
+    )
+
+
 def _without_replicas(info: Any) -> Any:
     """The same mesh, of which FSDP reduces over the shards only."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
@@ -266,7 +294,7 @@ def the_replicas(groups: Sequence[ShardGroup], given: Any) -> Any:
 
 def the_shards(groups: Sequence[ShardGroup]) -> Any:
     """The process group of the shards of all groups; None if each rank has whole parameters."""
-    found = {id(each.shards): each.shards for each in groups if each.shards is not None}
+    found = {id(each.shards): each.shards for each in groups if each.shard_count > 1}
     if len(found) > 1:
         raise refused(
             "parts of the module have different shards (their meshes differ); shard them with one mesh, or attach to "

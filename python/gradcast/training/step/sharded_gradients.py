@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradcast.errors import refused
 from gradcast.training.compat import extension
@@ -73,20 +74,20 @@ class ShardedGradients(GradientHooks):
 class _ReducedGroups:
     """FSDP's groups, as backward passes reduce-scatter them.
 
-    By parameter, ``earlier``: the ``.grad`` of before the pass that runs; ``kept``: the sum of the passes that are not
-    all-reduced.
+    ``earlier``: by the parameter's index, the ``.grad`` of before the pass that runs. ``kept``: by parameter, also one
+    that this rank has no part of, the sum of the passes that are not all-reduced.
     """
 
     def __init__(self, gradients: ShardedGradients, shards: Sequence[ShardGroup]) -> None:
         self._gradients, self._shards = weakref.ref(gradients), shards
         self.earlier: dict[int, torch.Tensor | None] = {}
-        self.kept: dict[int, torch.Tensor] = {}
+        self.kept: dict[nn.Parameter, torch.Tensor] = {}
         self._kept_task = NO_TASK  # the last of these passes
         self.first: int | None = None  # the first parameter of the group that is handed over
 
     def install(self) -> Sequence[ShardGroup]:
         for group in self._shards:
-            group.take_over(WeakHook(self._before_read), WeakHook(self._on_reduced))
+            group.take_over(WeakHook(self._before_read), WeakHook(self._on_reduced), self.kept)
         return self._shards
 
     def _before_read(self, group: ShardGroup) -> None:
@@ -98,6 +99,11 @@ class _ReducedGroups:
         gradients = self._gradients()
         sends = group.all_reduces and gradients.listener.reduces(gradients.passes.forward)
         is_opened = gradients.open and gradients.passes.running == gradients.passes.opened != NO_TASK
+        if current() == NO_TASK:
+            raise refused(
+                "FSDP reduces gradients outside of backward(), and gradcast has sent the pass; omit "
+                "set_manual_backward_finalization()"
+            )
         if (is_opened and not sends) or (sends and self._kept_task == current()):
             raise refused(
                 "one backward pass is all-reduced for some of FSDP's modules and not for others; call "
@@ -108,21 +114,21 @@ class _ReducedGroups:
         if is_opened and any(state is not None and state.phase != idle for state in states):
             gradients.end_step_inside()
         for (parameter, earlier), state in zip(reduced, states, strict=True):
-            if state is None:  # this rank has no part of it
-                parameter.grad = parameter.grad if sends and earlier is None else earlier
-                continue
-            kept = self.kept.pop(state.index, None)
+            kept = self.kept.pop(parameter, None)
             if kept is not None:
                 local_of(parameter.grad).add_(kept)
-            self.first = state.index if self.first is None else self.first
-            if sends:
-                if not group.averages:
-                    local_of(parameter.grad).mul_(gradients.exchange.buffers.world_size)
-                self.earlier[state.index] = earlier
-                gradients._on_gradient(state.index)
-            else:
-                self.kept[state.index] = local_of(parameter.grad)
+            if not sends:
+                self.kept[parameter] = local_of(parameter.grad)
                 parameter.grad = earlier
+                continue
+            if state is None:  # this rank has no part of it
+                parameter.grad = parameter.grad if earlier is None else earlier
+                continue
+            self.first = state.index if self.first is None else self.first
+            if not group.averages:
+                local_of(parameter.grad).mul_(gradients.exchange.buffers.world_size)
+            self.earlier[state.index] = earlier
+            gradients._on_gradient(state.index)
         self.first = None
         if not sends:
             self._kept_task = current()
