@@ -67,7 +67,7 @@ class Arm:
         if name == "baseline":
             self._replicas = mesh.get_group("replicas")
             for group in groups_of(self.module):
-                group.take_over(lambda _: None, self._send)
+                group.take_over(lambda _: None, self._send, {})
         elif name in ("hook", "overlap"):
             clip = gradcast.Clip(norm=args.clip if name == "overlap" else None)
             optimizer = self.optimizer if name == "overlap" else None

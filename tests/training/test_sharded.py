@@ -14,7 +14,7 @@ import pytest
 import gradcast
 from gradcast.training.compat import sharding
 from training import compare, inside
-from training.attached import attach, error_of, not_refused
+from training.attached import attach, error_of, heard, not_refused
 from training.needs import torch
 from training.pool import on_ranks
 
@@ -509,6 +509,17 @@ def test_detach_gives_the_all_reduce_back(rank):
     for each in (training, native):
         steps(each)
     return compare.trees(training.result(), native.result())
+
+
+@on_ranks(4)
+def test_detach_says_that_it_drops_what_was_not_averaged(rank):
+    training = Training(rank, "overlap")
+    steps(training)
+    training.module.set_requires_all_reduce(False)
+    training.backward(50)
+    with heard() as lines:
+        training.handle.detach()
+    return [] if any("left of 12 parameters are dropped" in line for line in lines) else lines
 
 
 @on_ranks(4)

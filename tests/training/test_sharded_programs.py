@@ -4,7 +4,7 @@ import pytest
 
 from training.sharded_programs import campaign
 
-COUNT = 32
+COUNT = 16
 
 
 @pytest.mark.slow

@@ -130,9 +130,12 @@ class OptimizerSteps:
             return
         settings = optimizer.settings()
         reason = self.reason_to_wait(number, settings)
-        if reason is None and self.clipping.may_defer():
-            self._defer(optimizer, settings)
-            return
+        if reason is None:
+            with self._trace.timed("wait"):
+                is_deferred = self.clipping.may_defer()
+            if is_deferred:
+                self._defer(optimizer, settings)
+                return
         if reason is Cause.SETTINGS:
             self._warn_once(
                 "%s: step() of %s reads its %s, and nobody can tell whether the program changes that before the "

@@ -6,6 +6,7 @@ all-reduce (set_requires_all_reduce(False), no_sync()) leaves its gradients with
 that uses the same parameters.
 """
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from gradcast.training.step import parameter_state, pending
 from gradcast.training.step.backward_passes import NO_TASK, BackwardPasses, current
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.parameter_state import ParameterState
+
+_log = logging.getLogger("gradcast")
 
 
 class ShardedGradients(GradientHooks):
@@ -85,10 +88,19 @@ class _ReducedGroups:
         self._kept_task = NO_TASK  # the last of these passes
         self.first: int | None = None  # the first parameter of the group that is handed over
 
-    def install(self) -> Sequence[ShardGroup]:
+    def install(self) -> Sequence[Any]:
         for group in self._shards:
             group.take_over(WeakHook(self._before_read), WeakHook(self._on_reduced), self.kept)
-        return self._shards
+        return [*self._shards, self]
+
+    def remove(self) -> None:
+        """Called where gradcast leaves the module."""
+        if self.kept:
+            _log.warning(
+                "the gradients that passes without all-reduce have left of %d parameters are dropped, since FSDP "
+                "cannot take them; call detach() behind the step whose last pass is all-reduced",
+                len(self.kept),
+            )
 
     def _before_read(self, group: ShardGroup) -> None:
         pending.resolve(group.parameters)
