@@ -664,7 +664,11 @@ class ReducedAgain(Net):
         group.post_backward()
 
 
-@pytest.mark.parametrize("loop", [steps, synchronized_twice, without_all_reduce], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop",
+    [steps, *(pytest.param(loop, marks=pytest.mark.slow) for loop in (synchronized_twice, without_all_reduce))],
+    ids=lambda loop: loop.__name__,
+)
 @on_ranks(4)
 def test_groups_that_are_reduced_twice_train_as_under_native_hsdp(rank, mode, loop):
     return differences(rank, mode, loop, build=lambda mesh: sharded(ReducedAgain(), mesh))
