@@ -51,11 +51,14 @@ def clip_unasked(training: Training, number: int, max_norm: float) -> None:
 def clip_between_reads(training: Training, number: int, max_norm: float) -> None:
     """Some ranks alone read a gradient before they clip, the norm before step(), and a parameter after it."""
     alone = training.rank.index == number % 4
-    gradient = training.module[1].up.weight.grad
+    parameters = list(training.module.parameters())
     if alone and number % 2:
-        gradient.to_local().sum().item()
-    norm = nn.utils.clip_grad_norm_(training.module.parameters(), max_norm)
-    norm = norm.full_tensor()
+        training.module[1].up.weight.grad.to_local().sum().item()
+    if number // 4 % 2:
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm).full_tensor()
+    else:
+        norm = nn.utils.get_total_norm([each.grad for each in parameters]).full_tensor()
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     if alone and number % 3:
         norm.item()
     training.after_step = lambda: training.module[3].weight.to_local().sum().item() if alone else None
@@ -187,12 +190,12 @@ def test_without_gradcast_the_loops_calls_clip_once(rank, clip):
     return compare.trees(ours.result(), native.result())
 
 
+@pytest.mark.parametrize("clip", [clip_norm, clip_as_torchtitan], ids=lambda clip: clip.__name__)
 @on_ranks(4)
-def test_a_loop_that_clips_otherwise_is_refused(rank):
+def test_a_loop_that_clips_otherwise_is_refused(rank, clip):
     training = Training(rank, "overlap", clip=gradcast.Clip(norm=1.0))
-    return not_refused(
-        lambda: in_steps(training, clip_norm, 2.0), "the loop's clip call clips with norm=2", "clip alike"
-    )
+    wrong = "the loop's clip call clips with norm=2", "clip alike"
+    return not_refused(lambda: in_steps(training, clip, 2.0), *wrong)
 
 
 @on_ranks(4)

@@ -33,24 +33,28 @@ class CalledClipping:
     ) -> Any:
         """Replaces ``clip_grad_norm_``. Returns the norm, which waits where it is read."""
         asked = {"norm": float(max_norm), "norm_type": float(norm_type)}
-        return self._take(own, parameters, asked, refuse_nonfinite)
+        return self._take(
+            own, parameters, asked, lambda early, all_: early.clip(all_, refuse_nonfinite=refuse_nonfinite)
+        )
 
     def value(self, own: Callable[[], Any], parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        self._take(own, parameters, {"value": float(clip_value)}, False)
+        asked = {"value": float(clip_value)}
+        self._take(own, parameters, asked, lambda early, all_: early.clip(all_, refuse_nonfinite=False))
 
     @property
     def _early(self) -> Any:
         session = self._session()
         return None if session.released else session.early_clipping
 
-    def _take(self, own: Callable, parameters: Iterable[torch.Tensor], asked: dict, refuse_nonfinite: bool) -> Any:
+    def _take(self, own: Callable, parameters: Iterable[torch.Tensor], asked: dict, clip: Callable) -> Any:
+        """``clip``: carries the call out, given the session's early clipping and the parameters."""
         early, parameters = self._early, list(parameters)
         covers = None if early is None else early.covers(parameters)
         if covers is None:  # without gradcast's clipping, or another module's
             return own()
         different = [f"{name}={value:g}" for name, value in asked.items() if getattr(self._clip, name) != value]
         if covers and not different:
-            return early.clip(parameters, refuse_nonfinite=refuse_nonfinite)
+            return clip(early, parameters)
         how = f"with {' and '.join(different)}" if different else "by the norm of a part of the module's parameters"
         if self._clip.unasked:
             raise refused(
@@ -104,8 +108,8 @@ class LoopClipping(CalledClipping):
     def _clip_grads_with_norm(
         self, own: Callable, parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
     ) -> None:
-        if float(max_norm) != self._clip.norm or not self._early.clip_by(total_norm, parameters):
-            own()
+        asked = {"norm": float(max_norm)}
+        self._take(own, parameters, asked, lambda early, all_: early.clip_by(total_norm, all_, own))
 
 
 def loop_calls(session: Callable[[], TrainingSession], clip: Clip, group: Group) -> ClipCalls:

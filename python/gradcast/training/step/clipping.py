@@ -75,10 +75,10 @@ class ClipOnce:
     def parameters_with(self, _gradients: Sequence[torch.Tensor]) -> None:
         """See EarlyClipping.parameters_with; torch computes the norm."""
 
-    def clip_by(self, _norm: torch.Tensor, _parameters: Sequence[torch.Tensor]) -> bool:
+    def clip_by(self, _norm: torch.Tensor, _parameters: Sequence[torch.Tensor], own: Callable[[], None]) -> None:
         """See EarlyClipping.clip_by; torch clips."""
         self._due = False
-        return False
+        own()
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for each in self._modules for parameter in each.parameters()]

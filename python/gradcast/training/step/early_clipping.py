@@ -56,7 +56,10 @@ class EarlyClipping:
             if gradients.open and (clipping.asked or clipping.request or clipping.done or not gradients.all_sent):
                 self._use_gradients()
             if not gradients.open or gradients.values_used or not gradients.are_in_place(self._states):
-                return self._clip_now(parameters, refuse_nonfinite) if clips else None
+                if clips:
+                    return self._clip_now(parameters, refuse_nonfinite)
+                self._agree()
+                return None
             if isinstance(clipping, ValueClipping):
                 clipping.asked = True
                 return None
@@ -70,28 +73,34 @@ class EarlyClipping:
         found = [owners[id(each)] for each in gradients if id(each) in owners]
         return found if len(found) == len(gradients) and self.covers(found) else None
 
-    def clip_by(self, norm: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
-        """Clips by a norm that ``clip`` has returned without clipping. False if this is another one."""
+    def clip_by(self, norm: torch.Tensor, parameters: Sequence[torch.Tensor], own: Callable[[], None]) -> None:
+        """Clips by a norm that ``clip`` has returned without clipping, or, at once by ``own``, by another one.
+        REQUIRES: these are all parameters (``covers``)."""
         with self._lock:
             request = self._clipping.request
             if request is None or request.norm is not norm:
-                return False
-            request.clips = not request.is_answered
-            if request.is_answered:
+                own()
+                self._clipping.done = self._gradients.open
+            elif request.is_answered:
                 self._clip_now(parameters, False)
-            return True
+            else:
+                request.clips = True
 
     def _clip_now(self, parameters: Sequence[torch.Tensor], refuse_nonfinite: bool) -> torch.Tensor | None:
         """Clips at once: the program has used or replaced the gradients, or they are not in flight."""
         clipping = self._clipping
-        if self._gradients.open and isinstance(clipping, NormClipping):
-            clipping.agree(defers=False)
+        self._agree()
         norm = clip_as_torch(self._options, parameters, refuse_nonfinite)
         if self._gradients.open:
             clipping.done = True
             if isinstance(clipping, NormClipping):
                 clipping.total_norm = whole_of(norm)
         return norm
+
+    def _agree(self) -> None:
+        """Tells other shards, if there are any, that this rank waits for its gradients in this step."""
+        if self._gradients.open and isinstance(self._clipping, NormClipping):
+            self._clipping.agree(defers=False)
 
     def _finish(self) -> None:
         """Clips, since the program uses the norm."""
