@@ -3,247 +3,47 @@
 Each loop runs on two replicas of two shards, once under native HSDP and once attached; ``replicate()`` on two replicas.
 """
 
-import contextlib
-import copy
 import os
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 
-import gradcast
 from gradcast.training.compat import sharding
 from training import compare, inside
-from training.attached import attach, error_of, heard, not_refused
+from training.attached import heard, not_refused
 from training.needs import torch
 from training.pool import on_ranks
+from training.sharded import (
+    BUILDS,
+    IS_LATER,
+    STEPS,
+    Net,
+    Scale,
+    Training,
+    a_part_is_unused,
+    accumulated_over_steps,
+    called_twice,
+    clipped,
+    differences,
+    evaluated,
+    in_between,
+    kept_by_others,
+    later_only,
+    mesh_of,
+    policy,
+    prefetched,
+    saved,
+    sharded,
+    steps,
+    synchronized_twice,
+    two_losses,
+    under_no_sync,
+    without_all_reduce,
+    without_sync,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 nn = torch.nn
-WIDTH, BATCH, STEPS = 12, 4, 9
-IS_LATER = torch.__version__ >= "2.15"  # whose FSDP differs from that of 2.11
-later_only = pytest.mark.skipif(not IS_LATER, reason="FSDP of torch 2.11 has no such thing")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Sequential):
-    def __init__(self, outputs: int = 5) -> None:
-        torch.manual_seed(7)
-        super().__init__(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, outputs))
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4, 1, 5))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-def mesh_of(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (2, rank.size // 2), mesh_dim_names=("replicas", "shards"))
-
-
-def sharded(module: nn.Module, mesh, **settings) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in (each for each in module if isinstance(each, Block)):
-        fully_shard(block, mesh=mesh, **settings)
-    return fully_shard(module, mesh=mesh, **settings)
-
-
-def policy(**types):
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return MixedPrecisionPolicy(**types)
-
-
-class Training:
-    """A sharded module, trained by native HSDP (``mode`` None) or attached."""
-
-    def __init__(self, rank, mode: str | None, *, build: Callable = lambda mesh: sharded(Net(), mesh), **options):
-        self.rank, self.mode = rank, mode
-        self.module = build(mesh_of(rank))
-        trained = [each for each in self.module.parameters() if each.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
-        self.handle = attach(self.module, self.optimizer, mode, **options) if mode else None
-        self.seen: dict = {}  # what the loop has read
-
-    def batch(self, number: int):
-        generator = torch.Generator().manual_seed(100 * number + self.rank.index)
-        return torch.randn(BATCH, WIDTH, generator=generator)
-
-    def backward(self, number: int) -> None:
-        self.module(self.batch(number)).float().square().mean().backward()
-
-    def step(self, number: int) -> None:
-        self.optimizer.zero_grad()
-        self.backward(number)
-        self.optimizer.step()
-
-    def result(self) -> dict:
-        if self.handle is not None:
-            assert self.handle.plan_version > 0, "the warm-up goes on"
-            self.handle.flush()
-        named = list(self.module.named_parameters())
-        found = {name: parameter.to_local().detach().clone() for name, parameter in named}
-        gradients = {name: None if p.grad is None else p.grad.to_local().clone() for name, p in named}
-        states = {name: self.optimizer.state.get(parameter, {}) for name, parameter in named}
-        kept = {name: state.get("exp_avg", state.get("momentum_buffer")) for name, state in states.items() if state}
-        averages = {name: average.to_local().clone() for name, average in kept.items()}
-        return {"parameters": found, "gradients": gradients, "averages": averages, "seen": self.seen}
-
-
-def differences(rank, mode: str, loop: Callable[[Training], None], kind: type = Training, **settings) -> list[str]:
-    results = []
-    for side in (None, mode):
-        training = kind(rank, side, **(settings if side else {k: settings[k] for k in settings if k == "build"}))
-        loop(training)
-        results.append(training.result())
-        if training.handle is not None:
-            training.handle.detach()
-    return compare.trees(results[1], results[0])
-
-
-def steps(training: Training) -> None:
-    for number in range(STEPS):
-        training.step(number)
-
-
-def in_passes(training: Training, before: Callable[[int], None] = lambda part: None) -> None:
-    """Three backward passes in each step; ``before(part)`` is called before each."""
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        for part in range(3):
-            before(part)
-            training.backward(10 * number + part)
-        training.optimizer.step()
-
-
-def without_all_reduce(training: Training) -> None:
-    """Two of three passes stay with their replica."""
-    in_passes(training, lambda part: training.module.set_requires_all_reduce(part == 2))
-
-
-def without_sync(training: Training) -> None:
-    in_passes(training, lambda part: training.module.set_requires_gradient_sync(part == 2))
-
-
-def synchronized_twice(training: Training) -> None:
-    """As torchtitan's loop, which never switches synchronization off."""
-    in_passes(training)
-
-
-def kept_by_others(training: Training) -> None:
-    """A pass that uses everything is kept, and the next one uses one block."""
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        training.module.set_requires_all_reduce(False)
-        training.backward(10 * number)
-        training.module.set_requires_all_reduce(True)
-        training.module[1](training.batch(10 * number + 1)).square().mean().backward()
-        for name, parameter in training.module.named_parameters():
-            training.seen[f"{name} {number}"] = None if parameter.grad is None else parameter.grad.to_local().clone()
-        training.optimizer.step()
-
-
-def two_losses(training: Training) -> None:
-    """Several forward passes before one backward pass."""
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        batches = [training.batch(10 * number + part) for part in range(2 + number % 2)]
-        sum(training.module(batch).square().mean() for batch in batches).backward()
-        training.optimizer.step()
-
-
-def in_between(training: Training) -> None:
-    """A pass is averaged, the next one kept, the third averaged with it; gradients are read after each."""
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        for part in range(3):
-            training.module.set_requires_all_reduce(part != 1)
-            training.backward(10 * number + part)
-            gradient = training.module[1].up.weight.grad
-            if number % 3 == 2:
-                training.seen[f"{number}.{part}"] = gradient.to_local().clone()
-        training.optimizer.step()
-
-
-def accumulated_over_steps(training: Training) -> None:
-    for number in range(STEPS):
-        if number % 2 == 0:
-            training.optimizer.zero_grad(set_to_none=number % 4 == 0)
-        training.backward(number)
-        training.optimizer.step()
-
-
-def clipped(training: Training) -> None:
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        training.backward(number)
-        norm = nn.utils.clip_grad_norm_(training.module.parameters(), 0.05)
-        training.seen[f"norm {number}"] = norm.full_tensor().detach()
-        training.optimizer.step()
-
-
-def evaluated(training: Training) -> None:
-    for number in range(STEPS):
-        training.step(number)
-        if number % 2:
-            training.module.eval()
-            with torch.no_grad():
-                training.seen[f"output {number}"] = training.module(training.batch(1000)).clone()
-            training.module.train()
-
-
-def saved(training: Training) -> None:
-    for number in range(STEPS):
-        training.step(number)
-        state = training.module.state_dict()
-        training.seen[f"state {number}"] = {name: value.to_local().clone() for name, value in state.items()}
-        if number == STEPS - 2:
-            training.module.load_state_dict({name: value * 1.5 for name, value in state.items()})
-            training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-
-
-def a_part_is_unused(training: Training) -> None:
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        used = (
-            training.module[1](training.batch(number)) if number % 3 == 1 else training.module(training.batch(number))
-        )
-        used.square().mean().backward()
-        training.optimizer.step()
-
-
-def prefetched(training: Training) -> None:
-    first, second = training.module[1], training.module[2]
-    training.module.set_modules_to_forward_prefetch([first, second])
-    first.set_modules_to_forward_prefetch([second])
-    steps(training)
-
-
-def under_no_sync(training: Training) -> None:
-    """handle.no_sync() is what set_requires_all_reduce(False) is natively."""
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        training.module.set_requires_all_reduce(training.handle is not None)
-        with training.handle.no_sync() if training.handle else contextlib.nullcontext():
-            training.backward(10 * number)
-        training.module.set_requires_all_reduce(True)
-        training.backward(10 * number + 1)
-        training.optimizer.step()
 
 
 LOOPS = (
@@ -321,28 +121,6 @@ def test_checkpoints_by_dcp(rank, tmp_path):
     return wrong
 
 
-def frozen(mesh):
-    module = Net()
-    for parameter in module[1].up.parameters():
-        parameter.requires_grad_(False)
-    return sharded(module, mesh)
-
-
-BUILDS = {
-    "fp64": lambda mesh: sharded(
-        Net().double(), mesh, mp_policy=policy(cast_forward_inputs=True, param_dtype=torch.double)
-    ),
-    "bf16 parameters": lambda mesh: sharded(
-        Net(), mesh, mp_policy=policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ),
-    "bf16": lambda mesh: sharded(Net().bfloat16(), mesh, mp_policy=policy(param_dtype=torch.bfloat16)),
-    "uneven shards": lambda mesh: sharded(Net(outputs=7), mesh),
-    "a shard without a part": lambda mesh: sharded(Net(outputs=1), mesh),
-    "frozen": frozen,
-    "gathered until backward": lambda mesh: sharded(Net(), mesh, reshard_after_forward=False),
-}
-
-
 FAST_BUILDS = ("bf16 parameters", "uneven shards", "a shard without a part")
 
 
@@ -377,18 +155,6 @@ def test_passes_of_a_shard_without_a_part(rank):
 def test_sums_of_groups_that_are_not_used_again(rank, build):
     """torch 2.15 averages them with the next pass; 2.11 not before the group is used."""
     return differences(rank, "overlap", kept_by_others, build=BUILDS.get(build, lambda mesh: sharded(Net(), mesh)))
-
-
-def called_twice(training: Training) -> None:
-    """A pass is kept, and the next one calls a block twice."""
-    for number in range(STEPS):
-        training.optimizer.zero_grad()
-        training.module.set_requires_all_reduce(False)
-        training.backward(10 * number)
-        training.module.set_requires_all_reduce(True)
-        outputs = [training.module(training.batch(10 * number + part)).square().mean() for part in (1, 2)]
-        sum(outputs).backward()
-        training.optimizer.step()
 
 
 @on_ranks(4)
@@ -441,16 +207,6 @@ def test_several_groups_of_one_module(rank):
         return module
 
     return differences(rank, "overlap", in_between, build=build)
-
-
-@later_only
-@on_ranks(4)
-def test_a_backward_pass_that_the_program_ends_is_refused(rank):
-    training = Training(rank, "overlap")
-    training.module.set_manual_backward_finalization(True)
-    training.backward(0)
-    wrong = not_refused(training.module.finalize_backward, "set_manual_backward_finalization")
-    return wrong + not_refused(training.module.reset_iter_state, "from a checkpoint")
 
 
 @on_ranks(4)
@@ -543,97 +299,6 @@ def test_updates_wait_until_a_group_is_gathered(rank):
     return wrong if due == {name for name, _ in training.module.named_parameters()} else [f"only {due} were pending"]
 
 
-@on_ranks(4)
-def test_a_number_of_shards_after_forward_is_refused(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicas", "shards"))
-    group = sharding.groups_of(sharded(Net(), mesh, reshard_after_forward=2))[0]
-    return [] if "True or False" in (group.reason_against() or "") else [group.reason_against()]
-
-
-def refusals(rank) -> dict[str, str]:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    mesh = mesh_of(rank)
-
-    def told(build, **options) -> str:
-        module = build(mesh)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        code, sentence = error_of(lambda: gradcast.attach(module, optimizer, **options))
-        assert code == "invalid_use", sentence
-        return sentence
-
-    def other_seed(mesh):
-        module = Net()
-        with torch.no_grad():
-            module[1].up.weight.add_(mesh.get_local_rank("replicas"))
-        return sharded(module, mesh)
-
-    def gathered(mesh):
-        module = sharded(Net(), mesh)
-        module.unshard()
-        return module
-
-    plain = lambda mesh: sharded(Net(), mesh)  # noqa: E731
-    return {
-        "differs between replicas": told(other_seed),
-        "no replicas": told(lambda mesh: sharded(Net(), mesh["shards"])),
-        "bf16 reduction": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(reduce_dtype=torch.bfloat16))),
-        "fp16": told(lambda mesh: sharded(Net(), mesh, mp_policy=policy(reduce_dtype=torch.float16))),
-        "offload": told(lambda mesh: sharded(Net(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))),
-        "gathered": told(gathered),
-        "local": told(plain, options=gradcast.Options(local=gradcast.LocalSteps(4))),
-    }
-
-
-def test_refusals_say_what_to_do(ranks):
-    expected = {
-        "differs between replicas": "same seed",
-        "no replicas": "mesh of two dimensions",
-        "bf16 reduction": "wire='bf16'",
-        "fp16": "reduce_dtype=torch.float32",
-        "offload": "omit offload_policy",
-        "gathered": "module.reshard()",
-        "local": "omit it",
-    }
-    for found in ranks.run(4, refusals):
-        for name, sentence in expected.items():
-            assert sentence in found[name], f"{name}: {found[name]}"
-
-
-@on_ranks(4)
-def test_all_shards_refuse_what_the_replicas_of_one_refuse(rank):
-    """The others would wait for these ranks in FSDP. All attach afterwards."""
-    mesh, module = mesh_of(rank), Net()
-    with torch.no_grad():
-        module[1].up.weight[-1].add_(mesh.get_local_rank("replicas"))  # a row of the second shard
-    module = sharded(module, mesh)
-    code, sentence = error_of(lambda: gradcast.attach(module, torch.optim.SGD(module.parameters(), lr=0.1)))
-    wrong = [] if code == "invalid_use" and "1.up.weight differs between replicas 0 and 1" in sentence else [sentence]
-    return wrong + differences(rank, "overlap", steps)
-
-
-@on_ranks(4)
-def test_what_takes_ranks_for_equal_is_refused(rank):
-    training = Training(rank, "overlap")
-    sentences = [
-        error_of(lambda: training.handle.snapshots("unused", every=3)),
-        error_of(lambda: gradcast.BalancedBatchSampler(range(64), training.handle, 8)),
-        error_of(lambda: training.handle.weight(2).__enter__()),
-        error_of(lambda: gradcast.attach([sharded(Net(), mesh_of(rank))], training.optimizer)),
-    ]
-    return [str(each) for each in sentences if each[0] != "invalid_use" or "shard" not in each[1]]
-
-
-@on_ranks(4)
-def test_hooks_of_the_program_are_refused(rank):
-    training = Training(rank, "overlap")
-    training.module[1].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    code, sentence = error_of(lambda: training.step(0))
-    return [] if code == "invalid_use" and "remove the hook" in sentence else [sentence]
-
-
 class Checkpointed(Net):
     """Calls a block twice, and recomputes in backward."""
 
@@ -711,22 +376,3 @@ def test_the_gradients_of_a_group_are_ready_together(rank):
     wrong = [f"group {g} is ready at {found}" for g, found in times.items() if len(found) != 1]
     blocks = training.handle.plan.blocks
     return wrong if len(blocks) in (len(groups), len(groups) + 1) else [f"{len(blocks)} blocks", *wrong]
-
-
-@on_ranks(4)
-def test_a_changed_model_is_refused(rank):
-    training = Training(rank, "overlap", build=frozen)
-    steps(training)
-    for parameter in training.module.parameters():
-        parameter.requires_grad_(True)
-    code, sentence = error_of(lambda: training.step(0))
-    return [] if code == "invalid_use" and "attach again" in sentence else [sentence]
-
-
-@on_ranks(4)
-def test_a_pass_that_is_averaged_in_parts_is_refused(rank):
-    training = Training(rank, "overlap")
-    steps(training)
-    training.module[1].set_requires_all_reduce(False)
-    code, sentence = error_of(lambda: training.step(0))
-    return [] if code == "invalid_use" and "root module" in sentence else [sentence]

@@ -17,7 +17,7 @@ from training import compare, inside
 from training.attached import not_refused
 from training.needs import torch
 from training.pool import on_ranks
-from training.test_sharded import BUILDS, Net, Training, differences
+from training.sharded import BUILDS, Net, Training, differences
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 nn = torch.nn
@@ -32,14 +32,19 @@ def clip_norm(training: Training, number: int, max_norm: float, **settings) -> N
 
 
 def clip_as_torchtitan(training: Training, number: int, max_norm: float) -> None:
-    """The two calls, with the norm between, which only some steps read."""
+    """The two calls, with the norm between, which some steps read, before step() or after it."""
     gradients = [each.grad for each in training.module.parameters() if each.grad is not None]
     norm = nn.utils.get_total_norm(gradients, 2.0, error_if_nonfinite=False, foreach=True)
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()
     nn.utils.clip_grads_with_norm_(training.module.parameters(), max_norm, norm, foreach=True)
-    if number % 3 == 0:
+
+    def read() -> None:
         training.seen[f"norm {number}"] = norm.detach().clone()
+
+    if number % 3 == 0:
+        read()
+    training.after_step = read if number % 3 == 1 else lambda: None
 
 
 def clip_unasked(training: Training, number: int, max_norm: float) -> None:

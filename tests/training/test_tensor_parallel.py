@@ -16,7 +16,7 @@ from training import compare, inside
 from training.attached import attach, not_refused
 from training.needs import torch
 from training.pool import on_ranks
-from training.test_sharded import (
+from training.sharded import (
     BATCH,
     WIDTH,
     Block,
