@@ -25,7 +25,6 @@ from training.pool import Pool, RankError
 nn = torch.nn
 BATCH, STEPS = 3, 6
 LIMIT_S = 300.0  # of programs that run together
-MARK = "program "  # before each program and side, in what a rank prints
 SYNCS = ("all", "all", "all", "kept", "kept", "no_sync", "unreduced")
 POLICIES = ("forecast", "forecast", "fifo", "fsdp", "p3", "ddp")
 CHECKPOINTS = ("inside", "outside", "inside reentrant", "outside reentrant")
@@ -332,8 +331,9 @@ class Training:
         return torch.randn(BATCH, self.program.width, generator=generator).to(TYPES.get(self.program.precision))
 
 
-def run(rank, programs: list[Program]) -> list[tuple]:
-    """Outcomes (state, text) of these programs, up to the first behind which the ranks have to start anew."""
+def run(rank, programs: list[Program], sides=(False, True)) -> list[tuple]:
+    """Outcomes (state, text) of these programs, up to the first behind which the ranks have to start anew. ``sides``:
+    natively, attached."""
     from torch.distributed.device_mesh import init_device_mesh
 
     names = ("replicas", "shards")[: rank.size // 2]
@@ -341,8 +341,7 @@ def run(rank, programs: list[Program]) -> list[tuple]:
     outcomes: list[tuple] = []
     for program in programs:
         found: list = []
-        for is_ours in (False, True):
-            print(f"{MARK}{program.seed} {is_ours:d}", flush=True)
+        for is_ours in sides:
             try:
                 training = Training(rank, mesh, program, is_ours)
                 found.append(training.train())
@@ -353,7 +352,7 @@ def run(rank, programs: list[Program]) -> list[tuple]:
                 outcomes.append((state, str(error) if is_refusal else traceback.format_exc(limit=-6)))
                 torch.distributed.destroy_process_group()  # so that ranks which wait for this one need not time out
                 return outcomes
-        differences = compare.trees(found[1], found[0], nan_equal=True)
+        differences = compare.trees(found[-1], found[0], nan_equal=True)
         outcomes.append(("different", "; ".join(differences[:4])) if differences else ("equal", ""))
     return outcomes
 
@@ -365,6 +364,14 @@ def verdict(found: tuple[tuple, ...]) -> tuple[str, str]:
     return (f"{worst} in part" if worst == "refused" and len(states) > 1 else worst), texts
 
 
+def runs_natively(pool: Pool, program: Program, size: int) -> bool:
+    try:
+        pool.run(size, run, [program], (False,), timeout_s=LIMIT_S, wait_s=LIMIT_S / 10)
+    except RankError:
+        return False
+    return True
+
+
 def outcomes_of(pool: Pool, programs: list[Program], together: int = 25) -> Iterator[tuple[Program, str, str]]:
     """Runs programs of one size: "equal", "refused", "invalid" natively, "different" or "failed"; with a text.
     ``together``: so many run in the same process groups."""
@@ -374,9 +381,7 @@ def outcomes_of(pool: Pool, programs: list[Program], together: int = 25) -> Iter
             found = pool.run(size, run, some, timeout_s=LIMIT_S, wait_s=LIMIT_S / 10)
             done = [(each, *verdict(outcomes)) for each, outcomes in zip(some, zip(*found, strict=False), strict=False)]
         except RankError as error:  # some rank has died or hangs: one by one, then
-            text, mark = str(error), f"{MARK}{some[0].seed}"
-            is_native = f"{mark} 0" in text and f"{mark} 1" not in text
-            alone = [(some[0], "invalid" if is_native else "failed", text)]
+            alone = [(some[0], "failed" if runs_natively(pool, some[0], size) else "invalid", str(error))]
             done = alone if together == 1 else list(outcomes_of(pool, some, together=1))
         yield from done
         programs = programs[len(done) :]
