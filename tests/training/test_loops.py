@@ -77,6 +77,33 @@ def parts_by_turns(side):
     return side.result(module, optimizer)
 
 
+class Late(nn.Module):
+    """Uses its last layer from some call on. The second one is large: its gradient arrives after others."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(6, size) for size in (60, 400_000, 60))
+        self.left = number
+
+    def forward(self, x):
+        self.left -= 1
+        return self.first(x) + self.second(x).mean() + (self.unused(x) if self.left < 0 else 0)
+
+
+def first_used_late(side, number):
+    """Where a parameter has no momentum yet, torch's SGD takes another kernel for all, which rounds otherwise."""
+    torch.manual_seed(0)
+    module = Late(number).bfloat16()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, foreach=True)
+    called = side.called(module, optimizer, ddp_options={"find_unused_parameters": True}, policy="p3")
+    for step in range(number + 3):
+        optimizer.zero_grad()
+        called(side.batch(step).bfloat16()).square().sum().backward()
+        optimizer.step()
+        float(module.first.weight.sum())
+    return side.result(module, optimizer)
+
+
 def sync_and_then_none(side):
     """A pass that stays here after one that travels: DDP adds this rank's own gradient to the average."""
     module, optimizer, called = prepared(side)
@@ -187,6 +214,8 @@ LOOPS = {
     "adversaries, one frozen": lambda side: adversaries(side, freeze=True),
     "optimizers by turns": optimizers_by_turns,
     "a second step of one optimizer": one_steps_again,
+    "a layer first used in the warm-up": lambda side: first_used_late(side, 2),
+    "a layer first used after it": lambda side: first_used_late(side, 15),
 }
 
 

@@ -19,7 +19,7 @@ from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.optimizer_state import Lock, OptimizerStateGuard
 from gradcast.training.step.parameter_state import ParameterState
 from gradcast.training.step.part_comparison import PartComparison
-from gradcast.training.step.partial_step import PartialStep, Places, StepInterception
+from gradcast.training.step.partial_step import PartialStep, Places, StepInterception, rounds_otherwise
 from gradcast.training.step.sharded_gradients import ShardedGradients
 from gradcast.training.step.step_settings import Read, StepSettings
 
@@ -102,7 +102,7 @@ class DeferredOptimizer:
         """Runs a whole step in ``parts`` calls, after each of which ``on_part`` is called."""
         partial = PartialStep(self.optimizer, places=self._current_places())
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        size = -(-len(parameters) // parts)
+        size = -(-len(parameters) // (1 if rounds_otherwise(self.optimizer) else parts))
         for first in range(0, len(parameters), size):
             with interrupts.after_this():  # meanwhile the optimizer has other groups
                 part = parameters[first : first + size]
@@ -123,7 +123,7 @@ class DeferredOptimizer:
         """Returns whether the pending step is compared, and so not divided. ``arrived``: those of its parameters whose
         gradients the host knows; used only by the first call."""
         if self._partial.is_compared is None:
-            self._partial.is_compared = self._comparison.is_due(arrived)
+            self._partial.is_compared = self._comparison.is_due(arrived) or rounds_otherwise(self.optimizer)
         return self._partial.is_compared
 
     def update(self, part: Sequence[ParameterState], *, last: bool, elsewhere: bool, hidden: bool) -> None:
