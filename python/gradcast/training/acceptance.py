@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gradcast.errors import refused
 from gradcast.training.compat import extension, sharding
 from gradcast.training.compat.ddp_takeover import check_comm_hooks, has_buffer_hook
+from gradcast.training.compat.pipeline_stages import Stage
 from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.step import partial_step
 from gradcast.training.step.partial_step_check import require_splittable
@@ -62,7 +63,7 @@ class Accepted:
     ``ddp``: the one whose reduction is taken over; None for a bare module. ``called``: the outermost module that every
     forward pass goes through and that no compiler looks into; of a list, all. ``parameters``: those that need
     gradients, by name. ``read``: what each optimizer's step() reads, if it updates in parts. ``shards``: the groups of
-    a module that FSDP2 shards.
+    a module that FSDP2 shards. ``stages``: of a pipeline, whose modules these are.
     """
 
     whole: nn.Module
@@ -72,6 +73,7 @@ class Accepted:
     parameters: dict[str, nn.Parameter]
     read: tuple[Read | None, ...] = ()
     shards: tuple[sharding.ShardGroup, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
     @property
     def owned(self) -> tuple[nn.Module, ...]:
@@ -87,7 +89,8 @@ class Accepted:
     def modules_with_buffers(self, broadcast: bool, mode: str) -> tuple[nn.Module, ...]:
         """The modules whose buffers gradcast sends. ``broadcast``: the option of this name, for bare modules."""
         if self.ddp is None:
-            return self.called if broadcast and not self.shards else ()
+            # A stage's forward passes run inside of DDP's no_sync(), which sends none.
+            return self.called if broadcast and not (self.shards or self.stages) else ()
         sends = mode == "overlap" and self.ddp.broadcast_buffers and len(self.ddp.modules_buffers) > 0
         return (self.module,) if sends and not has_buffer_hook(self.ddp) else ()
 

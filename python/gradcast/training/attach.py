@@ -19,7 +19,7 @@ from gradcast.training import launch_order, preflight
 from gradcast.training.acceptance import Accepted, accept, check_hooks
 from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
 from gradcast.training.attachment import Attachment
-from gradcast.training.compat import extension, sharding
+from gradcast.training.compat import extension, pipeline_stages, sharding
 from gradcast.training.compat.wrappers import unwrapped_optimizer
 from gradcast.training.handle import Handle
 from gradcast.training.local.session import LocalStepsSession
@@ -51,6 +51,8 @@ def attach(
     module gets rank 0's parameters and buffers now, and its buffers in each training forward pass, as with DDP.
     A list of bare modules, none inside another, is trained as one: one plan sends the gradients of all. Put a loss with
     parameters into the list, too; parameters are named by position ("1.scale").
+    A torch.distributed.pipelining stage, or a list of all of this rank, is given in place of its module, with the ranks
+    that have the same stage as ``process_group``.
     ``optimizer``: one, or a list of all that update the module; a framework's wrapper around one is accepted. With it,
     gradcast works in overlap mode: gradients of a step are sent while the next forward pass runs, and each parameter is
     updated before it is read. Without it, in hook mode: all gradients have arrived when backward ends, as with DDP.
@@ -72,12 +74,18 @@ def attach_inside(
     detached, nobody calls them, so they reduce nothing."""
     options = options or Options()
     make_log_visible()
+    stages = pipeline_stages.stages_in(module)
+    if stages:
+        module = pipeline_stages.modules_of(stages, module)
     callers, replica = _callers(module, process_group)
     made: list[Attached] = []
     try:
         with replica.together(_WHAT):
             with _unreported(), callers.together(_WHAT):
+                if stages:
+                    preflight.check_stages(options, stages, process_group, disabled=is_disabled())
                 accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
+                accepted = dataclasses.replace(accepted, stages=stages)
                 places = preflight.check_same_call(callers, mode, options)
             make = functools.partial(
                 make_group, device=accepted.device, timeout_s=options.watch.timeout_s, reuses=True, nccl=options.nccl

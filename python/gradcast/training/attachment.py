@@ -127,7 +127,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def weight(self, n: Any) -> Iterator[None]:
-        self._refuse_shards("handle.weight()")
+        self._refuse_parts("handle.weight()")
         given = self._given
         if not given.active:
             self.session.reduction.take_back()
@@ -144,7 +144,7 @@ class Attachment:
 
     def balance(self, call: Callable[[], SamplerCall]) -> None:
         group, what = self._setup.group, "gradcast.BalancedBatchSampler()"
-        self._refuse_shards(what)
+        self._refuse_parts(what)
         self.session.reduction.take_back()
         waiting = self.session.exchange.watch.waiting(f"{what} on every rank")
         with waiting, group.together(what, beside_blocks=True):
@@ -158,7 +158,9 @@ class Attachment:
         if group.device.type != "cpu":
             group.warning("shares stay even: how long a rank computes on a %s is not measured", group.device.type)
 
-    def _refuse_shards(self, what: str) -> None:
+    def _refuse_parts(self, what: str) -> None:
+        if self._setup.accepted.stages:
+            raise refused(f"{what} counts the samples of a backward pass, and a pipeline runs several per step; omit it")
         if self._setup.accepted.shards:
             raise refused(
                 f"{what} gives ranks different weights, and of a module that FSDP shards the ranks of a replica count "
@@ -193,7 +195,8 @@ class Attachment:
             raise self._failure
         if self.session.released:  # in a forked child
             return
-        refuse_pipeline()
+        if not self._setup.accepted.stages:
+            refuse_pipeline()
         self._is_called = True
         if torch.is_grad_enabled():
             self._refuse_other_ddp()

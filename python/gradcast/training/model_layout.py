@@ -9,11 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradcast.errors import refused
-from gradcast.training.compat import extension
+from gradcast.training.compat import extension, pipeline_stages
 from gradcast.training.compat.sharding import ShardGroup
 
 _STATELESS = "torch.nn.utils.stateless"
-_PIPELINE_STAGE = "torch.distributed.pipelining.stage"
 
 
 class ModelLayout:
@@ -85,11 +84,11 @@ def in_functional_call() -> bool:
 
 def refuse_pipeline() -> None:
     """Raises Error(invalid_use) if a pipeline's stage runs this forward pass."""
-    if _runs_this(_PIPELINE_STAGE):
+    if _runs_this(pipeline_stages.MODULE):
         raise refused(
-            "this module is a stage of a pipeline (torch.distributed.pipelining), whose schedules make some gradients "
-            "without the hooks that gradcast, like DDP, waits for, so the ranks would drift apart; call "
-            "handle.detach(), and average the stage's gradients behind schedule.step()"
+            "this module is in a stage of a pipeline (torch.distributed.pipelining), whose schedules make some "
+            "gradients without the hooks that gradcast, like DDP, waits for, so the ranks would drift apart; call "
+            "handle.detach(), and attach to the stage: gradcast.attach(stage, optimizer, process_group=its_replicas)"
         )
 
 

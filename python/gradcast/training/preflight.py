@@ -14,7 +14,8 @@ from torch import nn
 
 from gradcast.errors import Error, refused
 from gradcast.training.acceptance import Accepted
-from gradcast.training.compat.sharding import is_part, local_of
+from gradcast.training.compat.pipeline_stages import Stage
+from gradcast.training.compat.sharding import is_part, is_sharded, local_of
 from gradcast.training.compat.wrappers import the_ddp
 from gradcast.training.options import Options
 from gradcast.training.plan.proposals import rehearse
@@ -74,6 +75,13 @@ _NOT_SHARDED = {
     "split_compiled": "forward waits where FSDP gathers parameters",
 }
 
+_NOT_IN_STAGES = {
+    "clip": "the norm spans all stages, and gradcast knows those of this rank; clip in the loop",
+    "weight": "a pipeline runs several backward passes per step",
+    "local": "not tried with pipelines",
+    "split_compiled": "not tried with pipelines",
+}
+
 _NOT_IN_PARTS = {
     "clip": "clip in the loop, since a norm would be that of this rank's parts",
     "local": _NOT_SHARDED["local"],
@@ -95,6 +103,27 @@ def check_sharded(options: Options, accepted: Accepted, *, disabled: bool) -> No
         raise refused(
             "without gradcast nothing averages the gradients over the replicas that attach was given, and "
             "GRADCAST_DISABLE is set; unset it, or shard the module with a mesh of two dimensions"
+        )
+
+
+def check_stages(options: Options, stages: Sequence[Stage], process_group: Any, *, disabled: bool) -> None:
+    """Raises for what gradcast cannot do with stages of a pipeline."""
+    _refuse_options(options, _NOT_IN_STAGES, "stages of a pipeline")
+    for stage in stages:
+        if the_ddp(stage.module) is not None or is_sharded(stage.module):
+            raise refused(
+                "the module of this stage is in a DistributedDataParallel, or sharded by FSDP; make the stage of the "
+                "plain module, whose gradients gradcast averages"
+            )
+    if process_group is None:
+        raise refused(
+            "attach to a pipeline's stage needs the ranks that have the same stage: give process_group=, of "
+            "init_device_mesh() for example mesh.get_group('dp')"
+        )
+    if disabled:
+        raise refused(
+            "GRADCAST_DISABLE is set, and nothing else would average the gradients of this stage; unset it, or make "
+            "the stage of a DistributedDataParallel and train without gradcast"
         )
 
 

@@ -51,6 +51,7 @@ from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.module_buffers import BUFFERS_NAME, WHAT, ModuleBuffers
 from gradcast.training.step.optimizer_steps import OptimizerSteps
+from gradcast.training.step.pipeline_gradients import PipelineGradients
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.sent_tensors import sent_tensors
 from gradcast.training.step.sharded_clipping import ShardedNormClipping, Shards
@@ -104,6 +105,8 @@ class Session(TrainingSession):
         gradients: GradientHooks
         if accepted.shards:
             gradients = ShardedGradients(accepted.shards, *parts)
+        elif accepted.stages:
+            gradients = PipelineGradients(accepted.stages, *parts)
         else:
             gradients = (DTensorGradients if sharding.has_parts(accepted.module) else GradientHooks)(*parts)
         steps = OptimizerSteps(

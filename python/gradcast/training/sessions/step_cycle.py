@@ -121,7 +121,7 @@ class StepCycle:
         self.controller.meter.interrupted = True
         self.steps.complete_all_updates()
         self.reads.completed()
-        if self.gradients.passes.running != NO_TASK:
+        if self.gradients.passes.running != NO_TASK or self.gradients.goes_on:
             return False
         if self.gradients.open:
             self.use_gradients()
