@@ -75,12 +75,14 @@ class PipelineGradients(DTensorGradients):
         return [state for state in self.states if id(state.parameter) in self._members[stage]]
 
     def _reduces(self, forward: ForwardPass | None) -> bool:
+        if not super()._reduces(None):
+            return False
         if self._pass is None:
             raise refused(
                 "a backward pass through a pipeline's stage runs outside of its schedule, so gradcast does not know "
                 "when its gradients are complete; run it by schedule.step(), or inside handle.no_sync()"
             )
-        return self._pass.is_last and super()._reduces(None)
+        return self._pass.is_last
 
     def _open_step(self, first: Any = None) -> None:
         super()._open_step(first)
