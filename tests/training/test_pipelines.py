@@ -55,7 +55,10 @@ def data_of(number, dtype):
 class Pipeline:
     """Two ranks with stages, two replicas. ``mode``: None for DDP."""
 
-    def __init__(self, rank, mode, schedule="Schedule1F1B", *, micro_batches=4, dtype=torch.float32, **options):
+    def __init__(
+        self, rank, mode, schedule="Schedule1F1B", *, micro_batches=4, dtype=torch.float32, wraps=False, **options
+    ):
+        """``wraps``: DDP is around the modules of an attached pipeline, too."""
         self.rank, self.schedule = rank, schedule
         self.position, self.replica = divmod(rank.index, 2)
         groups = [
@@ -68,7 +71,7 @@ class Pipeline:
         self.params = [each for module in self.modules for each in module.parameters()]
         self.optimizer = torch.optim.AdamW(self.params, lr=0.01)
         wrap = functools.partial(DDP, process_group=replicas, find_unused_parameters=True)
-        called = self.modules if mode else list(map(wrap, self.modules))
+        called = list(map(wrap, self.modules)) if wraps or not mode else self.modules
         device = torch.device("cpu")
         self.stages = [
             pipelining.PipelineStage(each, index, self.count, device, group=self.own)
@@ -77,7 +80,7 @@ class Pipeline:
         self.handle, self.seen = None, []
         if mode:
             given = self.stages if schedule in SEVERAL else self.stages[0]
-            self.handle = attach(given, self.optimizer, mode, replicas, policy="fifo", **options)
+            self.handle = attach(given, self.optimizer, mode, None if wraps else replicas, policy="fifo", **options)
         self.prepare(micro_batches)
 
     def prepare(self, micro_batches, loss_fn=nn.functional.mse_loss, **settings):
@@ -138,6 +141,14 @@ def clipping(pipeline, number):
     pipeline.optimizer.step()
 
 
+def tying(pipeline, number):
+    """Stages have one bias in common, whose gradients the program adds up."""
+    pipeline.optimizer.zero_grad()
+    pipeline.run(number)
+    torch.distributed.all_reduce(pipeline.params[2].grad, group=pipeline.own)
+    pipeline.optimizer.step()
+
+
 def keeping(pipeline, number):
     pipeline.step(number)
     pipeline.seen.append(pipeline.params[1].grad)
@@ -180,17 +191,17 @@ def resuming(pipeline, number):
 
 
 def detaching(pipeline, number):
+    """The last two steps are DDP's."""
     if number == STEPS - 2 and pipeline.handle is not None:
         pipeline.handle.detach()
         pipeline.handle = None
-    if number < STEPS - 2:
-        pipeline.step(number)
+    pipeline.step(number)
 
 
 LOOPS = {
-    "plain": Pipeline.step, "zeroing": zeroing, "adding up": adding_up, "clipping": clipping, "keeping": keeping,
-    "evaluating": evaluating, "other counts": other_counts, "summing": summing, "scaling": scaling,
-    "resuming": resuming, "detaching": detaching,
+    "plain": Pipeline.step, "zeroing": zeroing, "adding up": adding_up, "clipping": clipping, "tying": tying,
+    "keeping": keeping, "evaluating": evaluating, "other counts": other_counts, "summing": summing, "scaling": scaling,
+    "resuming": resuming,
 }  # fmt: skip
 SLOW = pytest.mark.slow
 CASES = [
@@ -202,10 +213,10 @@ CASES = [
 ]
 
 
-def trained(rank, mode, schedule, loop, micro_batches):
-    pipeline = Pipeline(rank, mode, schedule, micro_batches=micro_batches)
+def trained(rank, mode, schedule, loop, micro_batches, **settings):
+    pipeline = Pipeline(rank, mode, schedule, micro_batches=micro_batches, **settings)
     for number in range(STEPS):
-        LOOPS[loop](pipeline, number)
+        (LOOPS | {"detaching": detaching})[loop](pipeline, number)
     found = pipeline.result()
     if pipeline.handle is not None:
         pipeline.handle.detach()
@@ -217,6 +228,13 @@ def trained(rank, mode, schedule, loop, micro_batches):
 def test_a_stage_trains_as_with_ddp(rank, schedule, loop, micro_batches, mode):
     ours = trained(rank, mode, schedule, loop, micro_batches)
     return compare.trees(ours, trained(rank, None, schedule, loop, micro_batches))
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", SEVERAL[1]])
+@on_ranks(4)
+def test_ddp_around_the_module_of_a_stage_is_idle_until_detach(rank, schedule, mode):
+    ours = trained(rank, mode, schedule, "detaching", 4, wraps=True)
+    return compare.trees(ours, trained(rank, None, schedule, "detaching", 4))
 
 
 @pytest.mark.parametrize("schedule", [SEVERAL[2], pytest.param(SEVERAL[1], marks=SLOW)])
@@ -357,8 +375,11 @@ def test_what_stages_cannot_do_is_refused(rank, name):
 @on_ranks(2)
 def test_other_modules_of_stages_are_refused(rank):
     group = torch.distributed.group.WORLD
-    ddp, plain = stage_of(rank, DDP(net())), stage_of(rank)
-    return not_refused(lambda: attach(ddp, None, "hook", group), "plain module") + not_refused(
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicated, plain = stage_of(rank, replicate(net(), mesh=init_device_mesh("cpu", (2,)))), stage_of(rank)
+    return not_refused(lambda: attach(replicated, None, "hook", group), "plain module") + not_refused(
         lambda: attach([plain, net()], None, "hook", group), "stages of this rank only"
     )
 

@@ -77,6 +77,8 @@ def attach_inside(
     stages = pipeline_stages.stages_in(module)
     if stages:
         module = pipeline_stages.modules_of(stages, module)
+        idle = [each.ddp for each in stages if each.ddp is not None]
+        process_group = process_group or next((each.process_group for each in idle), None)
     callers, replica = _callers(module, process_group)
     made: list[Attached] = []
     try:

@@ -160,7 +160,7 @@ class Attachment:
 
     def _refuse_parts(self, what: str) -> None:
         if self._setup.accepted.stages:
-            raise refused(f"{what} counts the samples of a backward pass, and a pipeline runs several per step; omit it")
+            raise refused(f"{what} weighs one backward pass, and a pipeline runs several in each step; omit it")
         if self._setup.accepted.shards:
             raise refused(
                 f"{what} gives ranks different weights, and of a module that FSDP shards the ranks of a replica count "

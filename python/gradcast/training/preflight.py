@@ -109,12 +109,11 @@ def check_sharded(options: Options, accepted: Accepted, *, disabled: bool) -> No
 def check_stages(options: Options, stages: Sequence[Stage], process_group: Any, *, disabled: bool) -> None:
     """Raises for what gradcast cannot do with stages of a pipeline."""
     _refuse_options(options, _NOT_IN_STAGES, "stages of a pipeline")
-    for stage in stages:
-        if the_ddp(stage.module) is not None or is_sharded(stage.module):
-            raise refused(
-                "the module of this stage is in a DistributedDataParallel, or sharded by FSDP; make the stage of the "
-                "plain module, whose gradients gradcast averages"
-            )
+    if any(is_sharded(stage.module) for stage in stages):
+        raise refused(
+            "the module of this stage is sharded by FSDP, or by replicate(); make the stage of the plain module, whose "
+            "gradients gradcast averages"
+        )
     if process_group is None:
         raise refused(
             "attach to a pipeline's stage needs the ranks that have the same stage: give process_group=, of "
@@ -122,8 +121,8 @@ def check_stages(options: Options, stages: Sequence[Stage], process_group: Any, 
         )
     if disabled:
         raise refused(
-            "GRADCAST_DISABLE is set, and nothing else would average the gradients of this stage; unset it, or make "
-            "the stage of a DistributedDataParallel and train without gradcast"
+            "nothing but gradcast averages the gradients of a pipeline's stage, and GRADCAST_DISABLE is set; unset it, "
+            "or make the stage of a DistributedDataParallel and train without gradcast"
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradcast.errors import refused
 
@@ -40,12 +41,14 @@ def modules_of(stages: Sequence[Any], module: Any) -> Any:
 
 
 class Stage:
+    """``module``: the program's own. ``ddp``: the DDP module around it, which is idle while gradcast has the stage."""
+
     def __init__(self, stage: Any) -> None:
         self._stage = stage
-
-    @property
-    def module(self) -> nn.Module:
-        return self._stage.submod
+        self.ddp: DistributedDataParallel | None = None
+        self.module: nn.Module = stage.submod
+        if isinstance(stage.submod, DistributedDataParallel):
+            self.ddp, self.module = stage.submod, stage.submod.module
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -59,12 +62,15 @@ class Stage:
         """Until ``remove``: calls each backward pass inside of ``around_backward(is_last=..., by_hand=...)``, and
         ``on_scale`` with the divisor in place of the division. If that returns False, the stage divides."""
         stage = self._stage
+        stage.submod = self.module
         for name in (_BACKWARD, _BY_HAND):
             own = getattr(stage, name)
             setattr(stage, name, functools.partial(self._backward, own, around_backward, name == _BY_HAND))
         setattr(stage, _SCALE, functools.partial(self._scale, getattr(stage, _SCALE), on_scale))
 
     def remove(self) -> None:
+        if self.ddp is not None:
+            self._stage.submod = self.ddp
         for name in (_BACKWARD, _BY_HAND, _SCALE):
             vars(self._stage).pop(name, None)
 

@@ -121,9 +121,10 @@ class StepCycle:
         self.controller.meter.interrupted = True
         self.steps.complete_all_updates()
         self.reads.completed()
-        if self.gradients.passes.running != NO_TASK or self.gradients.goes_on:
+        passes, is_open = self.gradients.passes, self.gradients.open
+        if passes.running != NO_TASK or (is_open and passes.goes_on):
             return False
-        if self.gradients.open:
+        if is_open:
             self.use_gradients()
         return True
 

@@ -8,7 +8,7 @@ Thread safety: autograd's threads, one backward pass at a time; otherwise under 
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -33,7 +33,11 @@ class ForwardPass:
 class BackwardPasses:
     """The backward passes of a session. ``running``: the pass that runs, if its end is awaited. ``opened``: the one
     that has made the open gradients. ``ended``: the last one that has ended with gradients. ``checked``: the last one
-    before which accumulated gradients were checked."""
+    before which accumulated gradients were checked. ``goes_on``: the open step has further passes. ``others``:
+    parameters whose gradients are not those of the pass that runs."""
+
+    goes_on = False
+    others: Collection[int] = ()
 
     def __init__(self, *, behind_others: bool = False) -> None:
         """``behind_others``: others end the pass in callbacks, too, and the one of ``await_end`` comes after them."""
@@ -50,6 +54,10 @@ class BackwardPasses:
         queue = torch.autograd.Variable._execution_engine.queue_callback
         self.running = task
         queue((lambda: queue(on_end)) if self._behind_others else on_end)
+
+    def reduces(self, listener: Any, forward: ForwardPass | None) -> bool:
+        """Returns whether the pass that runs is reduced. ``forward``: whose output it goes through, if known."""
+        return listener.reduces(forward)
 
     def watch_output(self, module: nn.Module, output: Any, on_start: WeakHook) -> None:
         """Watches the output of a forward pass of ``module``. ``on_start`` is called before backward makes a gradient.

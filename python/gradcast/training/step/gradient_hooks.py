@@ -13,7 +13,7 @@ Thread safety: hooks run on autograd's threads, one backward pass at a time; eve
 """
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,11 +60,8 @@ class GradientHooks:
     """The gradients of a session, with its ``table`` (a GradientTable), ``exchange``, ``weights`` and ``clipping``.
 
     ``open``: gradients of a step exist that no optimizer has taken yet. ``values_used``: the program has read them.
-    ``used_unsynchronized``: parameters that backward passes inside no_sync() have used. ``goes_on``: further backward
-    passes belong to the open step.
+    ``used_unsynchronized``: parameters that backward passes inside no_sync() have used.
     """
-
-    goes_on = False
 
     def __init__(
         self,
@@ -149,14 +146,14 @@ class GradientHooks:
         listener, passes = self.listener, self.passes
         if listener is None or not passes.goes_through(forward):
             return
-        reduces, task = self._reduces(forward), current()
+        reduces, task = passes.reduces(listener, forward), current()
         if task == passes.running:
             return
         listener.stop_watching_reads()
         if reduces:
             self.passes.await_end(task, _BackwardEnd(self, task))
             self._keep_accumulated_apart()
-        if self.open and not self.goes_on:
+        if self.open and not passes.goes_on:
             # A second backward pass before step(): autograd adds to these gradients, so they must have arrived.
             listener.wait_for_gradients()
 
@@ -166,7 +163,7 @@ class GradientHooks:
             raise stale_read(state)
         if state.forward_version is not None and state.parameter._version != state.forward_version:
             raise used_inside_backward(state)
-        if not self._reduces(self.passes.forward):
+        if not self.passes.reduces(self.listener, self.passes.forward):
             if self.open:
                 _refuse_second(state)
             self.used_unsynchronized.add(state.index)
@@ -182,30 +179,23 @@ class GradientHooks:
                 return  # the listener has given the step up
         self._place(state)
 
-    def _reduces(self, forward: ForwardPass | None) -> bool:
-        """Returns whether the running backward pass is reduced. ``forward``: whose output it goes through, if known."""
-        return self.listener.reduces(forward)
-
     def _begin_step(self, first: ParameterState) -> None:
-        if self.open and not self.goes_on:
+        goes_on = self.open and self.passes.goes_on
+        if self.open and not goes_on:
             _refuse_second(first)
             self.listener.wait_for_gradients()
         if self.passes.running == NO_TASK:
             self.passes.await_end(current(), _BackwardEnd(self, current()))
-        if self.goes_on:
+        if goes_on:
             self.passes.opened = self.passes.running
         else:
             self._open_step(first)
         if not self.open:
             return
         self.passes.opened_at(first.parameter)
-        special = self._unarmed()
+        special = self.exchange.buffers.apart.union((e.index for e in self._hooked_by_program), self.passes.others)
         # Gradients sent without Python must not be used before backward has ended.
         pending.mark(self.table.arm(self.passes.running, list(special), self.weights.scale), self.listener)
-
-    def _unarmed(self) -> Collection[int]:
-        """Parameters whose gradients are not sent without Python in the pass that runs."""
-        return self.exchange.buffers.apart.union(state.index for state in self._hooked_by_program)
 
     def send_nothing(self) -> None:
         """Makes a step without backward on this rank, like a pass that reaches no parameter."""
@@ -288,26 +278,25 @@ class GradientHooks:
         listener.on_gradient_sent(index, used=used)
         self.exchange.ready(index)
 
-    def _send_missing(self, *, failed: bool = False) -> None:
+    def _send_missing(self, *, failed: bool = False, some: Sequence[ParameterState] | None = None) -> None:
         """Sends a substitute for each gradient that backward has not made, and what is sent behind all gradients.
-        ``failed``: the pass has failed."""
+        ``failed``: the pass has failed. ``some``: only those of these parameters, and nothing behind them."""
         self._clear_unsent()
-        self._send_unmade(self.table.idle(), failed=failed)
-        if not self.message.is_written:
-            self.message.write(dict(self.table.take_norms()))  # of all gradients, which have been sent
-            self._send_tensor(self.message.index, self.listener, used=True)
-        if self._module_buffers is not None and self._module_buffers.on_backward_end():
-            self._send_tensor(self._module_buffers.index, self.listener, used=True)
-        self.used_unsynchronized.clear()
-
-    def _send_unmade(self, states: Sequence[ParameterState], *, failed: bool = False) -> None:
-        for state in states:
+        for state in self.table.idle() if some is None else some:
             if failed or state.index not in self.used_unsynchronized:
                 self._note_unused(state, failed)
             self._substitute(state)
             self._place(state)
             if state.locally_unused is not None:  # the parameter may turn out to have no gradient
                 pending.mark([state.parameter], self.listener, gradients_known=False)
+        if some is not None:
+            return
+        if not self.message.is_written:
+            self.message.write(dict(self.table.take_norms()))  # of all gradients, which have been sent
+            self._send_tensor(self.message.index, self.listener, used=True)
+        if self._module_buffers is not None and self._module_buffers.on_backward_end():
+            self._send_tensor(self._module_buffers.index, self.listener, used=True)
+        self.used_unsynchronized.clear()
 
     def _substitute(self, state: ParameterState) -> None:
         """Gives ``.grad`` what this rank sends of a gradient that backward has not made."""

@@ -12,115 +12,145 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gradcast.errors import refused
 from gradcast.training.compat.pipeline_stages import Stage
-from gradcast.training.step.backward_passes import NO_TASK, ForwardPass
+from gradcast.training.step.backward_passes import NO_TASK, BackwardPasses, ForwardPass
 from gradcast.training.step.dtensor_gradients import DTensorGradients
 
 
-class _Pass(NamedTuple):
-    """A backward pass that a schedule runs. ``stage``: its position."""
+class StagePasses(BackwardPasses):
+    """The backward passes of schedules. ``members``: parameters by stage. ``stage``: whose pass runs; None outside of
+    schedules. ``is_last``: it is the stage's last one."""
 
-    stage: int
-    is_last: bool
+    def __init__(self, members: Sequence[Collection[int]]) -> None:
+        super().__init__()
+        self.members = members
+        self.stage: int | None = None
+        self.is_last = False
+        self._complete: set[int] = set()
+
+    def open(self) -> None:
+        super().open()
+        self._complete.clear()
+        self.goes_on = True
+
+    @contextlib.contextmanager
+    def running_of(self, stage: int, *, is_last: bool) -> Iterator[None]:
+        """Context of one pass. A step whose pass fails does not go on."""
+        self.stage, self.is_last = stage, is_last
+        try:
+            yield
+        except BaseException:
+            self.goes_on = False
+            raise
+        finally:
+            self.stage = None
+
+    def complete(self, stage: int) -> None:
+        """Notes that all gradients of the stage have been sent."""
+        self.running = NO_TASK
+        self._complete.add(stage)
+        self.goes_on = len(self._complete) < len(self.members)
+
+    @property
+    def others(self) -> Collection[int]:  # type: ignore[override]
+        return {index for stage, each in enumerate(self.members) if stage != self.stage for index in each}
+
+    def reduces(self, listener: Any, forward: ForwardPass | None) -> bool:
+        if not listener.reduces(None):
+            return False
+        if self.stage is None:
+            raise refused(
+                "a backward pass through a pipeline's stage runs outside of its schedule, so gradcast does not know "
+                "when its gradients are complete; run it by schedule.step(), or inside handle.no_sync()"
+            )
+        return self.is_last
 
 
 class PipelineGradients(DTensorGradients):
     """``stages``: of this rank. ``parts``: the arguments of GradientHooks."""
 
+    passes: StagePasses
+
     def __init__(self, stages: Sequence[Stage], *parts: Any) -> None:
         super().__init__(*parts)
-        self._stages = stages
-        self._members = [{id(parameter) for parameter in stage.parameters} for stage in stages]
-        self._ended: set[int] = set()  # stages whose last backward pass in the open step has ended
-        self._by_hand: set[int] = set()  # stages of which the schedule has made gradients by hand
-        self._pass: _Pass | None = None  # the one that runs
+        index_of = {id(state.parameter): state.index for state in self.states}
+        members = [[index_of[id(e)] for e in stage.parameters if id(e) in index_of] for stage in stages]
+        self.passes = StagePasses(members)
+        self._schedule = _Schedule(self, stages)
 
     def install(self, listener: Any) -> list[Any]:
-        own = weakref.proxy(self)  # a stage must not keep its session
-        for number, stage in enumerate(self._stages):
-            around = lambda number=number, **kind: own.backward(number, **kind)  # noqa: E731
-            stage.take_over(around, functools.partial(lambda number, by: own.divide(number, by), number))
-        return [*super().install(listener), *self._stages]
-
-    @property
-    def goes_on(self) -> bool:  # type: ignore[override]
-        return self.open and len(self._ended) < len(self._stages)
-
-    @contextlib.contextmanager
-    def backward(self, stage: int, *, is_last: bool, by_hand: bool) -> Iterator[None]:
-        """Context of one backward pass of a schedule."""
-        self._pass = _Pass(stage, is_last)
-        if by_hand:
-            self._by_hand.add(stage)
-        try:
-            yield
-            if is_last and self._reduces(None):
-                self._end_stage(stage)
-        finally:
-            self._pass = None
-
-    def divide(self, stage: int, divisor: int) -> bool:
-        """Divides the means of a stage's gradients. Returns False where they have arrived."""
-        if not self.open or self.values_used:
-            return False
-        self.arrived.divisors |= dict.fromkeys((state.index for state in self._of(stage)), divisor)
-        return True
-
-    def _of(self, stage: int) -> list[Any]:
-        return [state for state in self.states if id(state.parameter) in self._members[stage]]
-
-    def _reduces(self, forward: ForwardPass | None) -> bool:
-        if not super()._reduces(None):
-            return False
-        if self._pass is None:
-            raise refused(
-                "a backward pass through a pipeline's stage runs outside of its schedule, so gradcast does not know "
-                "when its gradients are complete; run it by schedule.step(), or inside handle.no_sync()"
-            )
-        return self._pass.is_last
+        return [*super().install(listener), *self._schedule.install()]
 
     def _open_step(self, first: Any = None) -> None:
         super()._open_step(first)
-        self._ended.clear()
         self.arrived.divisors.clear()
 
-    def _unarmed(self) -> Collection[int]:
-        assert self._pass is not None, "a schedule runs"
-        members = self._members[self._pass.stage]
-        others = (state.index for state in self.states if id(state.parameter) not in members)
-        return {*super()._unarmed(), *others}
-
     def _on_backward_end(self, task: int) -> None:
-        """Ends one pass through autograd; the stage may go on without it."""
+        """Ends one pass through autograd, without which the stage may go on."""
         if task == self.passes.running:
             self._clear_unsent()
             self.passes.running = NO_TASK
 
+
+class _Schedule:
+    """The calls of the stages by a schedule."""
+
+    def __init__(self, gradients: PipelineGradients, stages: Sequence[Stage]) -> None:
+        self._gradients: Any = weakref.proxy(gradients)  # a stage must not keep its session
+        self._stages = stages
+        self._by_hand: set[int] = set()  # stages of which the open step has gradients that no hook has seen
+
+    def install(self) -> Sequence[Stage]:
+        for number, stage in enumerate(self._stages):
+            stage.take_over(functools.partial(self._around, number), functools.partial(self._divide, number))
+        return self._stages
+
+    @contextlib.contextmanager
+    def _around(self, stage: int, *, is_last: bool, by_hand: bool) -> Iterator[None]:
+        gradients = self._gradients
+        if by_hand:
+            self._by_hand.add(stage)
+        with gradients.passes.running_of(stage, is_last=is_last):
+            yield
+            if gradients.passes.reduces(gradients.listener, None):
+                self._end_stage(stage)
+
+    def _divide(self, stage: int, divisor: int) -> bool:
+        """Divides the means of a stage's gradients where they arrive. Returns False if they have arrived."""
+        gradients = self._gradients
+        if not gradients.open or gradients.values_used:
+            return False
+        gradients.arrived.divisors |= dict.fromkeys(gradients.passes.members[stage], divisor)
+        return True
+
     @torch.no_grad()
     def _end_stage(self, stage: int) -> None:
         """Sends the gradients of a stage that no hook has sent."""
-        self._clear_unsent()
-        self.passes.running = NO_TASK
-        if not self.goes_on:  # no hook has run
-            if self.open:
-                self.listener.wait_for_gradients()
-            self._open_step(next((state for state in self._of(stage) if state.parameter.grad is not None), None))
-            if not self.open:
+        gradients, passes = self._gradients, self._gradients.passes
+        members = [gradients.states[index] for index in passes.members[stage]]
+        gradients._clear_unsent()
+        passes.running = NO_TASK
+        if not (gradients.open and passes.goes_on):  # no hook has run
+            if gradients.open:
+                gradients.listener.wait_for_gradients()
+            gradients._open_step(next((state for state in members if state.parameter.grad is not None), None))
+            if not gradients.open:
                 return  # the listener has given the step up
-        self._keep_accumulated_apart()
-        unmade = [state for state in self.table.idle() if id(state.parameter) in self._members[stage]]
+        gradients._keep_accumulated_apart()
+        idle = {state.index for state in gradients.table.idle()}
+        unmade = [state for state in members if state.index in idle]
         if stage in self._by_hand:
             self._by_hand.remove(stage)
-            self.used_unsynchronized |= {each.index for each in unmade if each.parameter.grad is not None}
-        self._send_unmade(unmade)
-        self._ended.add(stage)
-        if not self.goes_on:
-            self.passes.ended = self.passes.opened
-            self._send_missing()
-            self.passes.end()
-            self.listener.on_backward_end()
+            gradients.used_unsynchronized |= {each.index for each in unmade if each.parameter.grad is not None}
+        gradients._send_missing(some=unmade)
+        passes.complete(stage)
+        if not passes.goes_on:
+            passes.ended = passes.opened
+            gradients._send_missing()
+            passes.end()
+            gradients.listener.on_backward_end()
