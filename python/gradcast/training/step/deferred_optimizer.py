@@ -42,6 +42,8 @@ class DeferredOptimizer:
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self.states = extension.load().States([state for state in gradients.states if id(state.parameter) in held])
         self._comparison = PartComparison(self.states, warn_once)
+        has_16_bits = any(state.parameter.dtype.itemsize == 2 for state in self.states)
+        self._may_round_otherwise = isinstance(optimizer, torch.optim.SGD) and has_16_bits
         self._is_sharded = isinstance(gradients, ShardedGradients)
         self._has_parts = any(is_part(state.parameter) for state in self.states)
         self._places = Places([])
@@ -102,7 +104,7 @@ class DeferredOptimizer:
         """Runs a whole step in ``parts`` calls, after each of which ``on_part`` is called."""
         partial = PartialStep(self.optimizer, places=self._current_places())
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        size = -(-len(parameters) // (1 if rounds_otherwise(self.optimizer) else parts))
+        size = -(-len(parameters) // (1 if self._rounds_otherwise() else parts))
         for first in range(0, len(parameters), size):
             with interrupts.after_this():  # meanwhile the optimizer has other groups
                 part = parameters[first : first + size]
@@ -123,8 +125,11 @@ class DeferredOptimizer:
         """Returns whether the pending step is compared, and so not divided. ``arrived``: those of its parameters whose
         gradients the host knows; used only by the first call."""
         if self._partial.is_compared is None:
-            self._partial.is_compared = self._comparison.is_due(arrived) or rounds_otherwise(self.optimizer)
+            self._partial.is_compared = self._comparison.is_due(arrived) or self._rounds_otherwise()
         return self._partial.is_compared
+
+    def _rounds_otherwise(self) -> bool:
+        return self._may_round_otherwise and rounds_otherwise(self.optimizer)
 
     def update(self, part: Sequence[ParameterState], *, last: bool, elsewhere: bool, hidden: bool) -> None:
         """Calls the optimizer once. ``.grad``, which zero_grad() may have emptied by now, is the same afterwards.

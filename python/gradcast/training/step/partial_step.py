@@ -215,14 +215,12 @@ def _carry_over(live: dict[str, Any], before: dict[str, Any], after: dict[str, A
 
 
 def rounds_otherwise(optimizer: Optimizer) -> bool:
-    """Returns whether parts of the next step may round otherwise than the whole: where foreach is set, torch's SGD
-    takes another kernel for all momenta as long as one parameter has none, which rounds otherwise in 16 bits."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
+    """Returns whether parts of the next step of torch's SGD, with parameters of 16 bits, may round otherwise than the
+    whole: with foreach it takes another kernel for all momenta as long as one parameter has none."""
     for group in optimizer.param_groups:
         params, foreach = group["params"], group["foreach"]
         is_foreach = any(each.is_cuda for each in params) and not group["fused"] if foreach is None else foreach
-        if group["momentum"] == 0 or not is_foreach or all(each.dtype.itemsize > 2 for each in params):
+        if group["momentum"] == 0 or not is_foreach:
             continue
         have = {dict.get(dict.get(optimizer.state, each, {}), "momentum_buffer") is not None for each in params}
         if len(have) == 2:
