@@ -203,12 +203,17 @@ LOOPS = {
     "keeping": keeping, "evaluating": evaluating, "other counts": other_counts, "summing": summing, "scaling": scaling,
     "resuming": resuming,
 }  # fmt: skip
+FAST = ("clipping", "keeping", "evaluating", "other counts")
 SLOW = pytest.mark.slow
 CASES = [
     *(pytest.param(each, "plain", 4, id=each) for each in SCHEDULES),
     pytest.param("Schedule1F1B", "plain", 3, id="three micro-batches"),
     pytest.param("ScheduleGPipe", "plain", 1, id="one micro-batch"),
-    *(pytest.param("Schedule1F1B", each, 4, id=each) for each in LOOPS if each != "plain"),
+    *(
+        pytest.param("Schedule1F1B", each, 4, id=each, marks=() if each in FAST else SLOW)
+        for each in LOOPS
+        if each != "plain"
+    ),
     *(pytest.param(SEVERAL[1], each, 4, id=f"interleaved, {each}", marks=SLOW) for each in LOOPS if each != "plain"),
 ]
 
