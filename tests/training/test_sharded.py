@@ -23,6 +23,7 @@ from training.sharded import (
     Training,
     a_part_is_unused,
     accumulated_over_steps,
+    averaged,
     called_twice,
     clipped,
     differences,
@@ -49,7 +50,7 @@ nn = torch.nn
 
 LOOPS = (
     steps, without_all_reduce, without_sync, synchronized_twice, two_losses, in_between, accumulated_over_steps,
-    clipped, evaluated, saved, prefetched, under_no_sync,
+    clipped, evaluated, saved, prefetched, under_no_sync, averaged,
 )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -72,14 +71,11 @@ class ShardedLayout:
         return now[0] != self._before[0] or not now[1] <= self._before[1]
 
     def _present(self) -> tuple[list[object], set[int]]:
-        """Parameters by identity, contents and type, and those that are trained."""
+        """Parameters by identity, type and contents, and those that are trained."""
         members = [each for group in self._shards for each in group.parameters]
         updated = [id(each) for it in self._optimizers for group in it.param_groups for each in group["params"]]
         trained = {id(each) for each in members if each.requires_grad}
-        # Module.to() puts other contents into a DTensor, without what gradcast has put on it.
-        with torch._C.DisableTorchFunctionSubclass():  # else they would be awaited
-            contents = [each._cdata for each in members]
-        return [*map(id, members), *contents, *updated, extension.load().kinds(members)], trained
+        return [*map(id, members), *updated, extension.load().kinds(members)], trained
 
 
 def in_functional_call() -> bool:
