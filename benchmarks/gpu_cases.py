@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_cases [--backend gloo] [CASE ...]
 
-Each case starts two processes (see gpu_ranks.py). Numbers have to be DDP's, bit for bit; over a narrow wire they have
-to be near, and the same on both ranks. Where rank 1 loses its connections, is late, or is killed, rank 0 has to get
-gradcast's error that names rank 1. Times say nothing.
+Each case starts two processes (see gpu_ranks.py). Numbers have to be DDP's or native FSDP's, bit for bit; over a narrow
+wire they have to be near, and the same on both ranks. Where rank 1 loses its connections, is late, or is killed, rank 0
+has to get gradcast's error that names rank 1. Times say nothing.
 
 ``--device cpu`` shows that all but the device works.
 """
@@ -90,6 +90,37 @@ def _as_ddp(
     for mode in modes:
         if not all(map(torch.equal, rank.train(mode, **settings, around_ddp=around_ddp), theirs)):
             yield f"the numbers differ from DDP's in {mode} mode"
+
+
+def _as_fsdp(rank: Rank, native: str, ours: str = "") -> Problems:
+    """``native``, ``ours``: names of the dimensions of FSDP's mesh, natively and with gradcast."""
+    theirs = _train_sharded(rank, "native", native)
+    for mode in ("hook", "overlap"):
+        if not all(map(torch.equal, _train_sharded(rank, mode, ours or native), theirs)):
+            yield f"the numbers differ from those of FSDP's own all-reduce in {mode} mode"
+
+
+def _train_sharded(rank: Rank, mode: str, dimensions: str) -> list[torch.Tensor]:
+    """The parameters after all batches, with one shard in each replica. A step's first pass is not all-reduced."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    training = Training("alone", rank.device, _WIDTH, layers=_LAYERS)
+    mesh = init_device_mesh(rank.device.type, (ranks.COUNT, 1), mesh_dim_names=("replicas", "shards"))
+    for each in (*training.module[::3], training.module):
+        (replicate if dimensions == "replicas" else fully_shard)(each, mesh=mesh[tuple(dimensions.split())])
+    training.sgd = torch.optim.SGD(training.module.parameters(), lr=0.05, momentum=0.9)
+    if mode != "native":
+        replicas = mesh.get_group("replicas") if dimensions == "shards" else None
+        training.attach(mode, process_group=replicas)
+    for batch in rank.batches:
+        training.sgd.zero_grad()
+        for reduces in (False, True):
+            training.module.set_requires_all_reduce(reduces)
+            training.backward(batch)
+        training.sgd.step()
+    return [each.to_local() for each in training.end()]
 
 
 def _pause(device: torch.device) -> None:
@@ -229,6 +260,9 @@ CASES: dict[str, Case] = {
     "blocks compiled with reduce-overhead": Case(
         partial(_as_ddp, compile_mode="reduce-overhead", before_step=_next_iteration)
     ),
+    "replicate": Case(partial(_as_fsdp, native="replicas")),
+    "HSDP": Case(partial(_as_fsdp, native="replicas shards")),
+    "FSDP beside a group of replicas": Case(partial(_as_fsdp, native="replicas shards", ours="shards")),
     "memory": Case(gpu_resources.memory),
     "tiny steps": Case(gpu_resources.tiny_steps),
     "lost connections": Case(partial(_fails, happens=_lose_connections)),

@@ -73,6 +73,7 @@ FIRST = (
     Check(
         "nccl-options", 60, f"{_CASES} --limit 55 'at most 2 thread blocks' 'fewer thread blocks' 'registered memory'"
     ),
+    Check("sharded", 45, f"{_CASES} --limit 40 replicate HSDP 'FSDP beside a group of replicas'", on_cpu=True),
     Check("mirror", 150, f"{_MIRROR} --models ResNet --gbit 100 {_COMPARED}", on_cpu=True),
     Check(
         "host-bound",

@@ -64,12 +64,13 @@ class Training:
         elif mode != "alone":
             self.attach(mode, **options)
 
-    def attach(self, mode: str, *, around_ddp: bool = False, **options: Any) -> None:
+    def attach(self, mode: str, *, around_ddp: bool = False, process_group: Any = None, **options: Any) -> None:
         """``around_ddp``: to a DDP around the module, as the README does. ``options``: of gradcast."""
         if around_ddp:
             self.model = DistributedDataParallel(self.module)
         chosen = gradcast.Options(**{"plan": gradcast.Planning(adapt=False, warmup_steps=3)} | options)
-        self.handle = gradcast.attach(self.model, self.sgd if mode == "overlap" else None, options=chosen)
+        optimizer = self.sgd if mode == "overlap" else None
+        self.handle = gradcast.attach(self.model, optimizer, process_group=process_group, options=chosen)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return (self.handle or self.model).no_sync()

@@ -136,9 +136,19 @@ for step in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
 """
 
 
+SHARDS = TRAINS.replace(
+    "ddp = torch.nn.parallel.DistributedDataParallel",
+    """
+from torch.distributed import device_mesh, fsdp
+mesh = device_mesh.init_device_mesh("cpu", (1,))
+ddp = (lambda module: fsdp.fully_shard(module, mesh=mesh))""",
+)
+
+
 @pytest.mark.parametrize(
     ("program", "code", "words"),
     [
+        (SHARDS, 0, "trains a module that FSDP shards"),
         ("raise SystemExit(7)", 7, "without a DistributedDataParallel module"),
         (TRAINS, 0, "there is one worker"),
         pytest.param("import sys; sys.exit('too bad')", 1, "too bad", marks=pytest.mark.slow),

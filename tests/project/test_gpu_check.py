@@ -36,7 +36,7 @@ def run(folder, *checks, deadline_s=60.0, **settings):
 def test_checks_are_in_the_order_of_their_value():
     names = [each.name for each in FIRST]
     assert names[:4] == ["smoke", "ddp", "order", "nccl-options"]
-    assert names[4:] == ["mirror", "host-bound", "memory", "compiled", "reduce-overhead", "tiny"]
+    assert names[4:] == ["sharded", "mirror", "host-bound", "memory", "compiled", "reduce-overhead", "tiny"]
     assert sum(each.budget_s for each in FIRST) <= 14 * 60
     assert max(each.budget_s for each in (*FIRST, *LONGER)) <= gpu_check.DEADLINE_S
     assert len({each.name for each in (*FIRST, *LONGER)}) == len(FIRST) + len(LONGER)

@@ -131,7 +131,7 @@ def test_the_cases_for_two_ranks_pass_on_the_cpu():
         "the launch order of NCCL",
     }
     assert len(left_out) == 8
-    assert len(found) == 20
+    assert len(found) == 23
     assert {state for case, state in found.items() if case not in left_out} == {"passed"}, ended.stdout
     assert ended.returncode == 0
 

@@ -64,7 +64,7 @@ class Training:
     """A sharded module, trained by native HSDP (``mode`` None) or attached."""
 
     def __init__(self, rank, mode: str | None, *, build: Callable = lambda mesh: sharded(Net(), mesh), **options):
-        self.rank, self.mode = rank, mode
+        self.rank, self.mode, self.build = rank, mode, build
         self.module = build(mesh_of(rank))
         trained = [each for each in self.module.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
@@ -220,6 +220,30 @@ def saved(training: Training) -> None:
         if number == STEPS - 2:
             training.module.load_state_dict({name: value * 1.5 for name, value in state.items()})
             training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+
+
+def averaged(training: Training) -> None:
+    """By hand over DTensors, by an AveragedModel, and by another one that gradcast keeps."""
+
+    def average() -> torch.optim.swa_utils.AveragedModel:
+        made = torch.optim.swa_utils.AveragedModel(nn.Identity())
+        made.module = training.build(mesh_of(training.rank))
+        return made
+
+    by_hand = [each.detach().clone() for each in training.module.parameters()]
+    called, kept = average(), average()
+    if training.handle is not None:
+        training.handle.keep_average(kept)
+    for number in range(STEPS):
+        training.step(number)
+        if number % 2:
+            called.update_parameters(training.module)
+            with torch.no_grad():
+                torch._foreach_lerp_(by_hand, list(training.module.parameters()), 0.1)
+        if training.handle is None:
+            kept.update_parameters(training.module)
+    for name, averages in (("hand", by_hand), ("called", called.parameters()), ("kept", kept.parameters())):
+        training.seen[name] = [each.to_local().detach().clone() for each in averages]
 
 
 def a_part_is_unused(training: Training) -> None:

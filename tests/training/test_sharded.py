@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from gradcast.training.compat import sharding
+from gradcast.training.model_layout import ShardedLayout
 from training import compare, inside
 from training.attached import heard, not_refused
 from training.needs import torch
@@ -22,6 +23,7 @@ from training.sharded import (
     Training,
     a_part_is_unused,
     accumulated_over_steps,
+    averaged,
     called_twice,
     clipped,
     differences,
@@ -48,7 +50,7 @@ nn = torch.nn
 
 LOOPS = (
     steps, without_all_reduce, without_sync, synchronized_twice, two_losses, in_between, accumulated_over_steps,
-    clipped, evaluated, saved, prefetched, under_no_sync,
+    clipped, evaluated, saved, prefetched, under_no_sync, averaged,
 )  # fmt: skip
 
 
@@ -297,6 +299,33 @@ def test_updates_wait_until_a_group_is_gathered(rank):
         if any(n.startswith(block) for n in names)
     ]
     return wrong if due == {name for name, _ in training.module.named_parameters()} else [f"only {due} were pending"]
+
+
+@on_ranks(4)
+def test_looking_for_changes_waits_for_nothing(rank):
+    training = Training(rank, "overlap")
+    steps(training)
+    session = inside.session_of(training.handle)
+    due, layout = session.pending_names(), ShardedLayout(sharding.groups_of(training.module), [training.optimizer])
+    assert due, "nothing is pending"
+    return [] if not layout.changed() and session.pending_names() == due else ["it has waited"]
+
+
+@on_ranks(4)
+def test_the_log_names_the_shard(rank):
+    """The replicas of the first one speak; the others' lines are at level debug, and their warnings are logged."""
+    with heard() as lines:
+        training = Training(rank, "overlap")
+        steps(training)
+        group = inside.session_of(training.handle).group
+        group.warning("%s", group.names_of([0, 1]))
+    replica, shard = divmod(rank.index, 2)
+    name = f"replicas of shard {shard}: "
+    assert name.removesuffix(": ") in training.handle.profile.name
+    warning = f"{name}replicas 0 (rank {shard}) and 1 (rank {2 + shard})"
+    if replica or shard:
+        return [] if lines == [warning] * (not replica) else lines
+    return [] if len(lines) > 1 and lines[-1] == warning and all(each.startswith(name) for each in lines) else lines
 
 
 class Checkpointed(Net):

@@ -4,6 +4,7 @@ import pytest
 
 import gradcast
 from gradcast.training.compat import sharding
+from training import compare
 from training.attached import error_of, not_refused
 from training.needs import torch
 from training.pool import on_ranks
@@ -121,6 +122,22 @@ def test_a_changed_model_is_refused(rank):
         parameter.requires_grad_(True)
     code, sentence = error_of(lambda: training.step(0))
     return [] if code == "invalid_use" and "attach again" in sentence else [sentence]
+
+
+@on_ranks(4)
+def test_a_converted_model_is_refused_and_trains_on_without_gradcast(rank):
+    """Module.to() swaps the contents of DTensors, also where it changes nothing."""
+    ours, native = Training(rank, "overlap"), Training(rank, None)
+    for each in (ours, native):
+        steps(each)
+        each.module.to("cpu")
+        each.optimizer.zero_grad()
+    wrong = not_refused(lambda: ours.backward(50), "attach again")
+    ours.handle.detach()
+    ours.handle = None
+    for each in (ours, native):
+        steps(each)
+    return wrong + compare.trees(ours.result(), native.result())
 
 
 @on_ranks(4)

@@ -153,14 +153,22 @@ def with_sgd(training: Parallel) -> None:
     steps(training)
 
 
+def moved(training: Parallel) -> None:
+    """Module.to() swaps the contents of DTensors, and with them the hooks."""
+    for _ in range(2):
+        steps(training)
+        training.module.to("cpu")
+    steps(training)
+
+
 def frozen(mesh) -> nn.Module:
     module = Net()
     module[1].up.weight.requires_grad_(False)
     return parallel(mesh, module)
 
 
-LOOPS = (in_no_sync, clipped, saved, steps, accumulated_over_steps, evaluated, with_sgd, skipping)
-FAST = 3
+LOOPS = (in_no_sync, clipped, saved, moved, steps, accumulated_over_steps, evaluated, with_sgd, skipping)
+FAST = 4
 
 
 @pytest.mark.parametrize("mode", ["overlap", pytest.param("hook", marks=pytest.mark.slow)])

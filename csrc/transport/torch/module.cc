@@ -118,7 +118,7 @@ void bind_tensor_lists(py::module_& module) {
              "Sets the .grad of these parameters, unchecked, and returns the former ones.");
   module.def("hold_gradients", &hold_gradients, py::arg("parameters"), py::arg("gradients"),
              "Whether the .grad of each parameter is this tensor.");
-  module.def("kinds", &kinds, py::arg("tensors"), "The types and devices of these tensors, for comparison.");
+  module.def("kinds", &kinds, py::arg("tensors"), "The types, devices and contents of these tensors, for comparison.");
   module.def("contain", &contain, py::arg("containers"), py::arg("expected"),
              "Whether the values of these dicts and lists, one after the other, are these objects.");
   module.def("lie_at", &lie_at, py::arg("tensors"), py::arg("addresses"),

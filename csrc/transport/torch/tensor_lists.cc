@@ -122,13 +122,15 @@ bool hold_gradients(const py::list& parameters, const py::list& gradients) {
 
 py::bytes kinds(const py::list& tensors) {
   std::string kinds;
-  kinds.reserve(3 * tensors.size());
+  kinds.reserve((3 + sizeof(void*)) * tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensor_of(at_position(tensors, i));
     const at::Device device = tensor.device();
     kinds.push_back(static_cast<char>(tensor.scalar_type()));
     kinds.push_back(static_cast<char>(device.type()));
     kinds.push_back(static_cast<char>(device.index()));
+    const at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    kinds.append(reinterpret_cast<const char*>(&impl), sizeof(impl));
   }
   return kinds;
 }

@@ -27,7 +27,8 @@ pybind11::list swap_gradients(const pybind11::list& parameters, const pybind11::
 // True if the .grad of each parameter is this tensor.
 bool hold_gradients(const pybind11::list& parameters, const pybind11::list& gradients);
 
-// The types and devices of these tensors, for comparison.
+// The types, devices and contents of these tensors, for comparison. Module.to() swaps the contents of DTensors, and with
+// them the hooks.
 pybind11::bytes kinds(const pybind11::list& tensors);
 
 // True if each of these tensors still begins at this address; `addresses`: an array of type "Q".

@@ -32,6 +32,11 @@ class TrainingFinder:
         DistributedDataParallel.__init__ = self._recording(self._init)
         self._handle: Any = register_optimizer_step_pre_hook(self._before_step)
 
+    @property
+    def is_sharded(self) -> bool:
+        updated = (each for it in self._stepped for group in it.param_groups for each in group["params"])
+        return not self.modules and any(map(observe.is_part, updated))
+
     def close(self) -> None:
         DistributedDataParallel.__init__ = self._init
         self._handle.remove()
@@ -99,6 +104,11 @@ def _why_no_diagnosis(path: str, doctor: Doctor, finder: TrainingFinder) -> str:
         return (
             f"{path} ended after {len(doctor.observer.steps)} of the {doctor.needed_steps} steps that the doctor "
             "observes; let it train longer, or ask for fewer steps with --steps"
+        )
+    if finder.is_sharded:
+        return (
+            f"{path} trains a module that FSDP shards, and the doctor knows DistributedDataParallel only. Attach "
+            "gradcast: handle.stats()['exposed'] tells how long steps wait for the other replicas of a shard"
         )
     if finder.modules:
         return f"{path} ended before an optimizer of its DistributedDataParallel module had made two steps"

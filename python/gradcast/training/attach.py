@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradcast.errors import Error, refused
-from gradcast.host_traffic import TWO_LEVEL, Hosts, exchange_form, saves_nothing, wire_taken
+from gradcast.host_traffic import TWO_LEVEL, exchange_form, saves_nothing, wire_taken
 from gradcast.training import launch_order, preflight
 from gradcast.training.acceptance import Accepted, accept, check_hooks
 from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
@@ -98,6 +98,8 @@ def attach_inside(
                 norms = replica if replica.world_size == 1 else make(replica.shared)
             with _unreported():
                 group = make(callers.shared)
+                if accepted.shards:
+                    group.baseline, group.shard = "FSDP", replica.rank if replica.world_size > 1 else None
                 with group.together(_WHAT):
                     group.hosts, doubt = hosts.agreed(places)
                     made.append(_attached(accepted, optimizers, group, options, mode, doubt, norms))
@@ -218,8 +220,9 @@ def _attached(
         preflight.check_as_several(accepted, mode, options)
     if group.rank == 0 and mode != "ddp":
         backend = None if group.world_size == 1 else backend_of(group.shared, accepted.device.type)
-        _tell_of_backend(backend, options, mode, accepted.whole)
-        _tell_exchange(group.hosts, doubt, options.wire, accepted.parameters, on_device=is_on_device)
+        if not group.shard:  # the same on all shards
+            _tell_of_backend(backend, options, mode, accepted.whole)
+        _tell_exchange(group, doubt, options.wire, accepted.parameters, on_device=is_on_device)
     options = dataclasses.replace(options, wire=wire_taken(group.hosts, options.wire, on_device=is_on_device))
     callbacks = UpdateCallbacks(accepted.parameters, in_parts=mode == "overlap" and group.world_size > 1)
     setup = Setup(accepted, optimizers, group, options, callbacks, replica)
@@ -227,7 +230,7 @@ def _attached(
         return DisabledSession(setup)
     if accepted.shards:
         preflight.check_same_values(group, accepted.parameters)
-        if group.rank == 0:
+        if group.rank == 0 and not group.shard:
             preflight.warn_of_left_alone(accepted)
     elif group.world_size > 1 and (mode == "local" or accepted.ddp is None):
         preflight.copy_model_from_first(group, accepted.module, options)
@@ -249,28 +252,29 @@ def _tell_of_backend(backend: str | None, options: Options, mode: str, module: n
 
 
 def _tell_exchange(
-    found: Hosts, doubt: str | None, wire: str, parameters: dict[str, nn.Parameter], *, on_device: bool
+    group: Group, doubt: str | None, wire: str, parameters: dict[str, nn.Parameter], *, on_device: bool
 ) -> None:
+    found = group.hosts
     if doubt is not None:
-        _log.warning("the hosts of the ranks: %s", doubt)
+        group.warning("the hosts of the ranks: %s", doubt)
     if found.count < len(found.host_of):
         levels = ""
         if exchange_form(found, wire, on_device=on_device) == TWO_LEVEL:
             levels = "; gradients are summed inside each host first"
         elif found.ranks_per_host is None and not on_device:
             levels = "; hosts with differently many ranks do not sum their gradients first"
-        _log.info("%s%s", found.describe(), levels)
+        group.info("%s%s", found.describe(), levels)
     if wire_taken(found, wire, on_device=on_device) != wire:
-        _log.warning("%s; they are sent in fp32", saves_nothing(found, wire))
+        group.warning("%s; they are sent in fp32", saves_nothing(found, wire))
         return
     if wire != "fp32":
         feedback = " with error feedback, which keeps one more copy of the fp32 gradients" if wire == "int8" else ""
-        _log.info("lossy: %s on the wire%s", wire, feedback)
+        group.info("lossy: %s on the wire%s", wire, feedback)
         exact = [f"{name} ({each.dtype})" for name, each in parameters.items() if each.dtype != torch.float32]
         if exact:
-            _log.info("not in %s, but as they are: the gradients of %s", wire, shown(exact))
+            group.info("not in %s, but as they are: the gradients of %s", wire, shown(exact))
     if (sentence := saves_nothing(found, wire, on_device=on_device)) is not None:
-        _log.warning("%s; omit options.wire", sentence)
+        group.warning("%s; omit options.wire", sentence)
 
 
 def make_log_visible() -> None:

@@ -70,7 +70,7 @@ class ShardedLayout:
         return now[0] != self._before[0] or not now[1] <= self._before[1]
 
     def _present(self) -> tuple[list[object], set[int]]:
-        """Parameters by identity and type, and those that are trained."""
+        """Parameters by identity, type and contents, and those that are trained."""
         members = [each for group in self._shards for each in group.parameters]
         updated = [id(each) for it in self._optimizers for group in it.param_groups for each in group["params"]]
         trained = {id(each) for each in members if each.requires_grad}

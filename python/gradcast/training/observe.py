@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gradcast.errors import Error
 from gradcast.training.attach import attach_inside
 from gradcast.training.attached_modules import attached_modules
+from gradcast.training.compat.sharding import is_part
 from gradcast.training.early_uses import EarlyUses
 from gradcast.training.handle import Handle
 from gradcast.training.options import Options
@@ -21,7 +22,7 @@ from gradcast.training.sessions.disabled import VARIABLE
 from gradcast.training.sessions.session import Session
 from gradcast.training.step_stream import Step, steps_of
 
-__all__ = ["CALIBRATION_STEPS", "EarlyUses", "Step", "last_steps", "leave_to_ddp", "tried", "variation"]
+__all__ = ["CALIBRATION_STEPS", "EarlyUses", "Step", "is_part", "last_steps", "leave_to_ddp", "tried", "variation"]
 
 
 def last_steps(handle: Handle, count: int) -> list[Step]:

@@ -219,6 +219,7 @@ def test_a_plan_is_tried_where_the_expectation_may_be_wrong_by_what_is_missing(g
     assert expected.is_worth_trying == tries
     assert said in expected.sentence()
     assert ("running as DDP" in expected.sentence()) == (not tries)
+    assert "DDP" not in expected.sentence("FSDP")
 
 
 def test_without_adapt_the_plan_is_followed(ranks):

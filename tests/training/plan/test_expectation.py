@@ -164,7 +164,7 @@ def test_what_is_expected_of_a_plan_that_stays_is_by_its_own_steps():
     ]
     agreed = agreement.AgreedPlan(profile, plan, baseline, expected[0])
     live, same = mock.Mock(agreed=agreed), _core.Plan.from_json(plan.to_json())
-    keep_if_confirmed = loop.PlanLoop.keep_if_confirmed
+    live.group.baseline, keep_if_confirmed = "DDP", loop.PlanLoop.keep_if_confirmed
     assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[1]))
     live.group.info.assert_not_called()
     assert keep_if_confirmed(live, dataclasses.replace(agreed, plan=same, expectation=expected[2]))

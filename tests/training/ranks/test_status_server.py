@@ -19,6 +19,7 @@ from training.threads import threads_named
 
 pytest.importorskip("training.needs")
 from gradcast.training.ranks import stall_watchdog, status_server
+from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.stall_watchdog import StallWatchdog
 from gradcast.training.ranks.status_server import ServerAddress, StatusServer, ask, entry_of
 
@@ -194,7 +195,7 @@ def test_512_ranks_that_fail_at_once_all_hear_of_each_other(monkeypatch, tmp_pat
     monkeypatch.setattr(status_server, "_received", lambda *given: answers.append(received(*given)) or answers[-1])
 
     def fail(rank):
-        group = SimpleNamespace(rank=rank, world_size=count, timeout_s=None)
+        group = Group(rank, count)
         watch = StallWatchdog(group, gradcast.Options(watch=gradcast.Watch(dump_dir=str(tmp_path))), BusyEngine(rank))
         said[rank] = str(watch.explain(gradcast.Error("the cable is gone " * 200, "communication")))
         watch.close()

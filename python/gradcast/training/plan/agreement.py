@@ -99,7 +99,7 @@ class AgreedPlan:
             f"lower bound {typical.bound_ns / 1e6:.1f} ms",
         )
         if self.expectation is not None:
-            group.info(self.expectation.sentence())
+            group.info(self.expectation.sentence(group.baseline))
 
     def correction_sentence(self, before: "AgreedPlan", measured: _core.Profile) -> str:
         """Returns a log line about the costs that this plan is made for. ``measured``: the profile until now."""

@@ -66,15 +66,17 @@ class Expectation:
         may_gain = self.limit >= _WORTHWHILE and self.compute_share < _COMPUTE_BOUND_SHARE
         return self.is_worthwhile or (may_gain and self.gain >= _WORTH_TRYING)
 
-    def sentence(self) -> str:
-        expected = f"expected {self.gain:.2f}x ({self.low:.2f}–{self.high:.2f}) over DDP; "  # noqa: RUF001, a range
+    def sentence(self, baseline: str = "DDP") -> str:
+        """``baseline``: by whom gradients are sent without gradcast."""
+        span = f"({self.low:.2f}–{self.high:.2f})"  # noqa: RUF001, a range
+        expected = f"expected {self.gain:.2f}x {span} over {baseline}; "
         allowed = f"the network allows {self.limit:.2f}x" + (f" while {self.reason}" if self.reason else "")
         if self.is_worthwhile:
             return f"{expected}{allowed}"
         if self.is_worth_trying:
             return f"{expected}{allowed}, so the plan is tried, and kept if it is faster"
         if self.compute_share >= _COMPUTE_BOUND_SHARE:
-            return "your step is compute-bound: expected gain below 2 %, running as DDP"
+            return f"your step is compute-bound: expected gain below 2 %, running as {baseline}"
         if self.reason:
             why = self.reason
         elif self.limit < _WORTHWHILE:
@@ -82,8 +84,8 @@ class Expectation:
         else:
             why = "no plan was found that hides more communication"
         return (
-            f"compute is {self.compute_share:.0%} of your step, but {why}: expected gain below 2 %, running as DDP "
-            "with its best bucket size"
+            f"compute is {self.compute_share:.0%} of your step, but {why}: expected gain below 2 %, running as "
+            f"{baseline} with its best bucket size"
         )
 
 

@@ -196,10 +196,11 @@ class PlanLoop:
         if compared is None or compared.baseline_count == 0:
             return
         expectation = self.agreed.expectation
-        expected = "" if expectation is None else f"expected {expectation.gain:.2f}x over DDP, "
+        baseline = self.group.baseline
+        expected = "" if expectation is None else f"expected {expectation.gain:.2f}x over {baseline}, "
         self.group.info(
             f"{expected}measured {compared.baseline_ns / compared.plan_ns:.2f}x (± {compared.noise:.2f}): "
-            f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.baseline_ns / 1e6:.1f} as DDP",
+            f"{compared.plan_ns / 1e6:.1f} ms per step with the plan, {compared.baseline_ns / 1e6:.1f} as {baseline}",
         )
 
     # --- Measure ---
@@ -325,8 +326,8 @@ class PlanLoop:
         if decision.stepped_aside:
             found = phase.monitor.comparison()
             self.group.warning(
-                f"the DDP baseline is as fast here: {found.baseline_ns / 1e6:.1f} ms per step, "
-                f"{found.plan_ns / 1e6:.1f} with the plan; running as DDP",
+                f"the {self.group.baseline} baseline is as fast here: {found.baseline_ns / 1e6:.1f} ms per step, "
+                f"{found.plan_ns / 1e6:.1f} with the plan; running as {self.group.baseline}",
             )
             self.agreed = dataclasses.replace(self.agreed, runs_as_baseline=True)
             self.alarms.plan_began(self.agreed)
@@ -359,8 +360,8 @@ class PlanLoop:
             phase.rest_steps = phase.take_rest()
             self.meter.pause()
             self.group.info(
-                "gradients are sent in DDP's buckets from here on, and nothing is measured; gradcast looks again "
-                f"after {phase.rest_steps} steps",
+                f"gradients are sent as by {self.group.baseline} from here on, and nothing is measured; "
+                f"gradcast looks again after {phase.rest_steps} steps",
             )
 
     @property

@@ -151,6 +151,8 @@ class Warmup(pending.Owner):
 
     def _combined(self, ranks: Sequence[Measurement]) -> WarmupResult:
         profile = measured_profile.combine_measurements(ranks, self._sizes)
+        if self._group.shard is not None:
+            profile = profile.replace(name=f"measured between the replicas of shard {self._group.shard}")
         unseen = agreed_reads([rank.unseen_reads for rank in ranks])
         if profile.link is None:
             return WarmupResult(profile, unseen)

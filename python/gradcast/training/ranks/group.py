@@ -72,7 +72,8 @@ class Group(RanksTogether):
     """The ranks of one session. together.py has their agreements.
 
     ``shared`` is the user's group; ``own`` carries everything that gradcast sends once it exists. ``device``: the
-    module's, which may differ from the thread's current one.
+    module's, which may differ from the thread's current one. ``shard``: the number of the shard whose replicas these
+    are; None for whole modules. ``baseline``: for the log, by whom gradients are sent without gradcast.
     """
 
     rank: int
@@ -83,6 +84,8 @@ class Group(RanksTogether):
     device: torch.device | None = None
     hosts: Hosts = _ONE_HOST  # attach sets those of several ranks
     store: StoreGather | None = None
+    shard: int | None = None
+    baseline: str = "DDP"
     # Frees ``own`` if the program drops this object without leave(); attach makes it.
     dropped: "weakref.finalize[..., Group] | None" = None
     _connected: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)  # kinds of messages
@@ -132,13 +135,28 @@ class Group(RanksTogether):
         self._connected.update(each.kind for each in new)
 
     def info(self, message: str, *arguments: Any) -> None:
-        """Logs on rank 0 only, as ``warning`` does."""
-        if self.rank == 0:
-            _log.info(message, *arguments)
+        """Logs on rank 0 only, as ``warning`` does. Of a module's shards the first one speaks, the others at level
+        debug."""
+        self._say(logging.DEBUG if self.shard else logging.INFO, message, arguments)
 
     def warning(self, message: str, *arguments: Any) -> None:
+        self._say(logging.WARNING, message, arguments)
+
+    def _say(self, level: int, message: str, arguments: Sequence[Any]) -> None:
         if self.rank == 0:
-            _log.warning(message, *arguments)
+            _log.log(level, self.logged_name + message, *arguments)
+
+    @property
+    def logged_name(self) -> str:
+        """The beginning of log lines."""
+        return "" if self.shard is None else f"replicas of shard {self.shard}: "
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """Ranks of this group in words: of a shard's replicas, with their ranks among all."""
+        if self.shard is None:
+            return _listed("rank", ranks)
+        everyone = dist.get_process_group_ranks(self.shared)
+        return _listed("replica", [f"{rank} (rank {everyone[rank]})" for rank in ranks])
 
     def leave(self, *, reusable: bool) -> None:
         """Stops using this group. Idempotent.
@@ -161,10 +179,10 @@ def _has_room(size_bytes: int, device: torch.device | None) -> bool:
     return True
 
 
-def ranks_named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+def _listed(what: str, names: Sequence[Any]) -> str:
+    if len(names) == 1:
+        return f"{what} {names[0]}"
+    return f"{what}s {', '.join(map(str, names[:-1]))} and {names[-1]}"
 
 
 def make_group(

@@ -23,7 +23,7 @@ from gradcast import _core
 from gradcast.errors import Error
 from gradcast.training.options import Options
 from gradcast.training.ranks.dropped import EngineUse
-from gradcast.training.ranks.group import Group, ranks_named
+from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.status_server import StatusServer, ask, entry_of, start_status_server
 
 _log = logging.getLogger("gradcast")
@@ -130,7 +130,8 @@ class StallWatchdog:
         if reports is not None and min(reports) != self._group.rank:
             return
         ranks = self._unknown("wait") if reports is None else self._describe_ranks(reports)
-        _log.warning("waiting for %.0f s, since %s: %s. %s", waited_s, since, text, ranks)
+        name = self._group.logged_name
+        _log.warning("%swaiting for %.0f s, since %s: %s. %s", name, waited_s, since, text, ranks)
 
     def explain(self, error: Error) -> Error:
         """An error of the network together with what the other ranks report. Other errors are returned as they are.
@@ -159,14 +160,16 @@ class StallWatchdog:
         if min(reports) != self._group.rank:
             return text
         try:
-            return f"{text} The last events of {ranks_named(sorted(reports))} are in {self._dump(reports, own)}"
+            ranks = self._group.names_of(sorted(reports))
+            return f"{text} The last events of {ranks} are in {self._dump(reports, own)}"
         except OSError as error:
             return f"{text} (Their last events could not be written: {error})"
 
     def _unknown(self, doing: str) -> str:
         if self.address is None:
             return f"This rank has never reached rank 0's status server, so it does not know which other ranks {doing}."
-        return f"Rank 0, which knows the other ranks that {doing}, does not respond: it has ended, or is cut off."
+        first = self._group.names_of([0]).capitalize()
+        return f"{first}, which knows the other ranks that {doing}, does not respond: it has ended, or is cut off."
 
     def _dump(self, reports: dict[int, int], own: dict[str, Any]) -> str:
         silent = [rank for rank in range(self._group.world_size) if rank not in reports]
@@ -190,15 +193,16 @@ class StallWatchdog:
     def _describe_ranks(self, reports: dict[int, int], doing: str = "waiting") -> str:
         """Returns sentences about the ranks that have reported and those that have not."""
         silent = [rank for rank in range(self._group.world_size) if rank not in reports]
-        text = f"{doing.capitalize()}: {ranks_named(sorted(reports))}"
+        names_of = self._group.names_of
+        text = f"{doing.capitalize()}: {names_of(sorted(reports))}"
         own = reports[self._group.rank]
         for rank, iteration in reports.items():
             if iteration != own:
-                text += f", rank {rank} in another step ({iteration} against {own})"
+                text += f", {names_of([rank])} in another step ({iteration} against {own})"
         if not silent:
             return f"{text}."
         has = "has" if len(silent) == 1 else "have"
-        return f"{text}; {ranks_named(silent)} {has} not responded: stopped, slow, ended, or elsewhere in the program."
+        return f"{text}; {names_of(silent)} {has} not responded: stopped, slow, ended, or elsewhere in the program."
 
     def _exchange(
         self, kind: str, iteration: int, entry: dict[str, Any] | None = None, *, during: "_Wait | None" = None

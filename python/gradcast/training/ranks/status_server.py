@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from gradcast.training.ranks.group import Group, ranks_named
+from gradcast.training.ranks.group import Group
 
 _Answer = TypeVar("_Answer")
 
@@ -172,7 +172,7 @@ def start_status_server(group: Group) -> tuple[StatusServer | None, ServerAddres
         why = f"which does not start: {found}" if address is None else f"at {address.host}, port {address.port}"
         group.warning(
             "%s cannot reach rank 0's status server (%s), so messages there will not say which ranks are waited for",
-            ranks_named(without),
+            group.names_of(without),
             why,
         )
     return server, address if is_reached else None
