@@ -11,6 +11,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where it is set, each of the many processes of the tests compiles gradcast's Python files anew.
+unexport PYTHONDONTWRITEBYTECODE
 # For tests of what was built here.
 export GRADCAST_BUILD := $(BUILD)
 # Where the part for torch is compiled into.
