@@ -74,8 +74,9 @@ test-cpp: all
 	@rm -f $(BUILD)/ctest.xml
 	ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS) --output-junit ctest.xml
 
-# Two at a time: most tests wait for other processes. The tests of a file share what they set up.
-PYTEST_TWO = pytest -n 2 --dist loadfile
+# Two at a time: most tests wait for other processes. The tests of a file share what they set up. Files begin in the order of
+# tests/conftest.py.
+PYTEST_TWO = pytest -n 2 --dist loadfile --no-loadscope-reorder
 .PHONY: test-python
 test-python: test-modules
 	@rm -f $(BUILD)/pytest.xml
