@@ -11,6 +11,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where it is set, each of the many processes of the tests compiles gradcast's Python files anew.
+unexport PYTHONDONTWRITEBYTECODE
 # For tests of what was built here.
 export GRADCAST_BUILD := $(BUILD)
 # Where the part for torch is compiled into.
@@ -72,8 +74,9 @@ test-cpp: all
 	@rm -f $(BUILD)/ctest.xml
 	ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS) --output-junit ctest.xml
 
-# Two at a time: most tests wait for other processes. The tests of a file share what they set up.
-PYTEST_TWO = pytest -n 2 --dist loadfile
+# Two at a time: most tests wait for other processes. The tests of a file share what they set up. Files begin in the order of
+# tests/conftest.py.
+PYTEST_TWO = pytest -n 2 --dist loadfile --no-loadscope-reorder
 .PHONY: test-python
 test-python: test-modules
 	@rm -f $(BUILD)/pytest.xml

@@ -1,5 +1,6 @@
 """The examples train, and every way of sending the gradients gives the same losses."""
 
+import importlib.util
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("torch")
 
 from gradcast.snapshots.store import complete_steps  # noqa: E402, needs torch
+from training.launch import launch, require_ended_well  # noqa: E402, needs torch
 
 WAIT_S = 120
 NEEDED = {
@@ -29,13 +31,29 @@ NEEDED = {
 }
 
 
+def without_times(output: str) -> list[str]:
+    """The lines, without how long a step took."""
+    return [re.sub(r", [\d.]+ ms per step", "", line) for line in output.splitlines()]
+
+
 def printed(worker_count, *arguments) -> list[str]:
-    """The lines of rank 0, without how long a step took."""
+    """The lines of rank 0."""
     with tempfile.TemporaryFile("w+") as output:
         script = str(ROOT / "examples" / arguments[0])
         run_workers([script, *arguments[1:]], worker_count, timeout_s=WAIT_S, output=output)
         output.seek(0)
-        return [re.sub(r", [\d.]+ ms per step", "", line) for line in output.read().splitlines()]
+        return without_times(output.read())
+
+
+def forked(worker_count, script, *arguments) -> list[str]:
+    """The lines of rank 0."""
+    for package in NEEDED[script]:
+        if importlib.util.find_spec(package) is None:  # importing one takes seconds
+            pytest.skip(f"{script} needs {package}, which is not installed")
+    path = str(ROOT / "examples" / script)
+    ends = launch(worker_count, *arguments, module=path, limit_s=WAIT_S)
+    require_ended_well(ends)
+    return without_times(ends[0].out)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +69,12 @@ def printed(worker_count, *arguments) -> list[str]:
     ],
 )
 def test_all_ways_of_training_give_the_same_losses(script, length, modes):
-    for package in NEEDED[script]:
-        pytest.importorskip(package)
     processes = 4 if script == "hsdp_gpt.py" else 2  # two replicas of two shards
-    stock = printed(processes, script, "--gradcast", "off", *length)
+    stock = forked(processes, script, "--gradcast", "off", *length)
     assert stock
     assert all("loss" in line for line in stock)
     for mode in modes:
-        assert printed(processes, script, "--gradcast", mode, *length) == stock
+        assert forked(processes, script, "--gradcast", mode, *length) == stock
 
 
 @pytest.mark.parametrize(
@@ -70,9 +86,7 @@ def test_all_ways_of_training_give_the_same_losses(script, length, modes):
     ],
 )
 def test_one_process_is_enough(script, length):
-    for package in NEEDED[script]:
-        pytest.importorskip(package)
-    assert len(printed(1, script, "--gradcast", "overlap", *length)) == 1
+    assert len(forked(1, script, "--gradcast", "overlap", *length)) == 1
 
 
 def kill_one_once_it_has_saved(folder: Path) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import pytest
 
 from training.pool import environment
+from training.template import Forked
 
 
 @dataclass
@@ -24,7 +25,8 @@ class Ended:
     """How the process of one rank left. ``code`` is None where it had to be killed."""
 
     code: int | None
-    told: list[dict]
+    out: str
+    told: list[dict]  # its lines of JSON
     errors: str
     left_behind: bool  # a process of its group was still there
 
@@ -45,9 +47,10 @@ def launch(
     module: str = "training.programs",
     limit_s: float = 60.0,
     network=None,
-    during: Callable[[list[subprocess.Popen]], None] | None = None,
+    during: Callable[[list[subprocess.Popen | Forked]], None] | None = None,
 ) -> list[Ended]:
-    """``network``: each rank on a host of its own. ``during`` is called with the processes while they run."""
+    """``module``: or the path of a script. ``network``: each rank on a host of its own. ``during`` is called with the
+    processes while they run."""
     port = str(free_port())
     processes = []
     for rank in range(world_size):
@@ -59,6 +62,11 @@ def launch(
             "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": network.interface if network else "lo",
         }
+        variables = environment() | {name: str(value) for name, value in job.items()}
+        # What is preloaded, and the host, are settled when a process starts.
+        if network is None and "LD_PRELOAD" not in variables:
+            processes.append(Forked(module, [program, *arguments], variables))
+            continue
         command = [sys.executable, "-m", module, program, *arguments]
         processes.append(
             subprocess.Popen(
@@ -67,7 +75,7 @@ def launch(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=environment() | {name: str(value) for name, value in job.items()},
+                env=variables,
                 start_new_session=True,
             )
         )
@@ -84,7 +92,7 @@ def launch(
                 process.wait(10)
 
 
-def _wait(process: subprocess.Popen, deadline_s: float) -> Ended:
+def _wait(process: subprocess.Popen | Forked, deadline_s: float) -> Ended:
     code = None
     try:
         out, errors = process.communicate(timeout=max(0.1, deadline_s - time.monotonic()))
@@ -96,7 +104,7 @@ def _wait(process: subprocess.Popen, deadline_s: float) -> Ended:
     if left_behind:
         os.killpg(process.pid, signal.SIGKILL)
     told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return Ended(code, told, errors, left_behind)
+    return Ended(code, out, told, errors, left_behind)
 
 
 def _exists(group: int) -> bool:

@@ -9,8 +9,6 @@ import functools
 import inspect
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from training.needs import torch
+from training.template import Forked
 
 TESTS = Path(__file__).resolve().parents[1]
 # How long the other ranks may still take once one has failed: enough to notice by themselves and say so.
@@ -52,13 +51,8 @@ class Worker:
         self.log = tempfile.NamedTemporaryFile(prefix=f"gradcast-rank{index}-", suffix=".log")  # noqa: SIM115
         self.heard_bytes = 0
         self.pipe, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "training.worker", str(theirs.fileno()), str(index), str(port)],
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            pass_fds=[theirs.fileno()],
+        self.process = Forked(
+            "training.worker", [str(index), str(port)], environment(), self.log, inherited=(theirs.fileno(),)
         )
         theirs.close()
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import _testing
+from training.template import Forked
 from transport_conformance import Case, Rank
 
 RANKS = Path(__file__).with_name("transport_ranks.py")
@@ -78,29 +78,18 @@ def run_processes(program: str, world_size: int, limit_s: float = WORLD_S) -> li
     """Runs a program of transport_ranks.py on every rank, and returns how each ended, by rank."""
     # One thread each; the network on loopback, whatever this machine's name resolves to; nothing of a caller's job.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "GLOO_"))}
-    environment = kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(RANKS.parents[1])}
+    environment = kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
+    paths = [str(RANKS.parents[1]), *filter(None, [kept.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(world_size):
-            with Path(folder, f"out{rank}").open("w") as out, Path(folder, f"err{rank}").open("w") as err:
-                command = [sys.executable, "-X", "faulthandler", str(RANKS), program, f"{folder}/store"]
-                processes.append(
-                    subprocess.Popen(
-                        [*command, str(rank), str(world_size)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        env=environment,
-                    )
-                )
+        ranks = [[program, f"{folder}/store", str(rank), str(world_size)] for rank in range(world_size)]
+        processes = [Forked(str(RANKS), arguments, environment) for arguments in ranks]
         codes = _wait(processes, time.monotonic() + limit_s)
-        return [
-            Ended(code, Path(folder, f"out{rank}").read_text().splitlines(), Path(folder, f"err{rank}").read_text())
-            for rank, code in enumerate(codes)
-        ]
+        printed = [process.communicate(10.0) for process in processes]
+    return [Ended(code, out.splitlines(), errors) for code, (out, errors) in zip(codes, printed, strict=True)]
 
 
-def _wait(processes: list[subprocess.Popen], deadline_s: float) -> list[int | None]:
+def _wait(processes: list[Forked], deadline_s: float) -> list[int | None]:
     codes: list[int | None] = []
     for process in processes:
         try:

@@ -39,7 +39,7 @@ Work scatter(Group& group, at::Tensor& output, at::Tensor& input, RunsOn runs_on
 }
 
 template <typename Group>
-Work gather(Group& group, at::Tensor& output, at::Tensor& input, RunsOn runs_on = RunsOn::kOwnStream) {
+Work gather_parts(Group& group, at::Tensor& output, at::Tensor& input, RunsOn runs_on = RunsOn::kOwnStream) {
   const auto options = options_for<c10d::AllgatherOptions>(runs_on);
   if constexpr (requires { group.all_gather_single(output, input, options); }) {
     return group.all_gather_single(output, input, options);
@@ -124,7 +124,7 @@ Collective all_gather(c10d::ProcessGroup& group, const RangeViews& views, RunsOn
   at::Tensor input = fits && shares_memory(group, views) ? parts.own_of(views.front())
                                                          : views.read(parts.own.first, parts.own.count(), parts.size);
   at::Tensor output = fits ? views.front() : at::empty({parts.padded_size}, input.options());
-  Collective started{gather(group, output, input, runs_on), nullptr, {input}};
+  Collective started{gather_parts(group, output, input, runs_on), nullptr, {input}};
   if (!fits) started.unpack = [views, size, output] { views.write(0, size, output); };
   return started;
 }
@@ -166,12 +166,12 @@ Collective start_wire_all_reduce_on_stream(c10d::ProcessGroup& group, const Rang
   all_to_all(group, received, sent, runs_on)->wait();  // the stream waits, not the host
   at::Tensor sum = received.view({group.getSize(), parts.size}).sum(0, /*keepdim=*/false, at::kFloat).to(wire);
   at::Tensor sums = at::empty_like(sent);
-  Work work = gather(group, sums, sum, runs_on);
+  Work work = gather_parts(group, sums, sum, runs_on);
   return {std::move(work), [views, size, sums] { views.write(0, size, sums); }, {sum}};
 }
 
 c10::intrusive_ptr<c10d::Work> all_gather_flat(c10d::ProcessGroup& group, at::Tensor& everyone, at::Tensor& own) {
-  return gather(group, everyone, own);
+  return gather_parts(group, everyone, own);
 }
 
 void connect(c10d::ProcessGroup& group, at::Device device, const Message& message) {

@@ -66,9 +66,9 @@ struct Elements {
 };
 
 // Slices of tensors of one kind that are sent as one message.
-class Piece {
+class Slices {
  public:
-  explicit Piece(c10d::ProcessGroup& group) : group_(group) {}
+  explicit Slices(c10d::ProcessGroup& group) : group_(group) {}
 
   int64_t room_for(const at::Tensor& flat) const {
     return std::max<int64_t>(1, kPieceBytes / flat.element_size()) - size_;
@@ -111,12 +111,12 @@ class Piece {
   int64_t size_ = 0;
 };
 
-void send_in_pieces(const at::Tensor& flat, Piece& piece) {
+void send_in_pieces(const at::Tensor& flat, Slices& slices) {
   int64_t sent = 0;
   while (sent < flat.numel()) {
-    if (piece.room_for(flat) == 0) piece.send();
-    const int64_t count = std::min(piece.room_for(flat), flat.numel() - sent);
-    piece.add(flat.narrow(0, sent, count));
+    if (slices.room_for(flat) == 0) slices.send();
+    const int64_t count = std::min(slices.room_for(flat), flat.numel() - sent);
+    slices.add(flat.narrow(0, sent, count));
     sent += count;
   }
 }
@@ -158,15 +158,15 @@ void copy_from_first(c10d::ProcessGroup& group, const std::vector<at::Tensor>& t
       return each.scalar_type() == first.scalar_type() && each.device() == first.device();
     };
     const auto others = std::stable_partition(rest.begin(), rest.end(), is_alike);
-    Piece piece(group);
+    Slices slices(group);
     for (auto each = rest.begin(); each != others; ++each) {
       const Elements elements(*each);
-      send_in_pieces(elements.flat, piece);
+      send_in_pieces(elements.flat, slices);
       if (!elements.is_copy) continue;
-      piece.send();
+      slices.send();
       if (group.getRank() > 0) each->detach().copy_(elements.flat.view(each->sizes()));
     }
-    piece.send();
+    slices.send();
     rest.erase(rest.begin(), others);
   }
 }

@@ -10,7 +10,7 @@ namespace gradcast {
 namespace {
 
 // On the host a plain copy: it costs no dispatch, and threads of a backend start no pool of helpers each.
-void copy(const at::Tensor& target, const at::Tensor& source) {
+void copy_elements(const at::Tensor& target, const at::Tensor& source) {
   if (target.is_cpu() && target.scalar_type() == source.scalar_type()) {
     std::memcpy(target.data_ptr(), source.const_data_ptr(), target.nbytes());
   } else {
@@ -49,13 +49,13 @@ at::Tensor RangeViews::read(int64_t first, int64_t count, int64_t padded_count) 
 
 void RangeViews::read_into(const at::Tensor& target, int64_t first, int64_t count) const {
   for_each_part(first, count, [&target](const at::Tensor& part, int64_t place) {
-    copy(target.narrow(0, place, part.numel()), part);
+    copy_elements(target.narrow(0, place, part.numel()), part);
   });
 }
 
 void RangeViews::write(int64_t first, int64_t count, const at::Tensor& source) const {
   for_each_part(first, count, [&source](const at::Tensor& part, int64_t place) {
-    copy(part, source.narrow(0, place, part.numel()));
+    copy_elements(part, source.narrow(0, place, part.numel()));
   });
 }
 

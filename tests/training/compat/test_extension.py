@@ -384,7 +384,9 @@ def test_the_tree_is_what_is_built():
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_sources_compile_without_a_warning(tmp_path, monkeypatch):
+@pytest.mark.parametrize("units", [native_build._UNITS, 100], ids=["together", "alone"])
+def test_the_sources_compile_without_a_warning(tmp_path, monkeypatch, units):
     monkeypatch.setenv("CXXFLAGS", "-Werror")
+    monkeypatch.setattr(native_build, "_UNITS", units)
     native_build.build(ROOT, tmp_path / "_c10d.so")
     assert (tmp_path / "_c10d.so").exists()
