@@ -123,6 +123,21 @@ def test_checkpoints_by_dcp(rank, tmp_path):
     return wrong
 
 
+@on_ranks(4)
+def test_the_plans_of_a_checkpoint_are_followed(rank):
+    """Each group of replicas has saved its own."""
+    first, native = Training(rank, "overlap"), Training(rank, None)
+    steps(first)
+    state = first.handle.state_dict()
+    first.handle.detach()
+    resumed = Training(rank, "overlap")
+    resumed.handle.load_state_dict(state)
+    assert not resumed.handle.measuring
+    for each in (resumed, native):
+        steps(each)
+    return compare.trees(resumed.result(), native.result())
+
+
 FAST_BUILDS = ("bf16 parameters", "uneven shards", "a shard without a part")
 
 
