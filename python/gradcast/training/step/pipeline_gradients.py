@@ -61,14 +61,7 @@ class StagePasses(BackwardPasses):
         return {index for stage, each in enumerate(self.members) if stage != self.stage for index in each}
 
     def reduces(self, listener: Any, forward: ForwardPass | None) -> bool:
-        if not listener.reduces(None):
-            return False
-        if self.stage is None:
-            raise refused(
-                "a backward pass through a pipeline's stage runs outside of its schedule, so gradcast does not know "
-                "when its gradients are complete; run it by schedule.step(), or inside handle.no_sync()"
-            )
-        return self.is_last
+        return self.stage is not None and self.is_last and listener.reduces(None)
 
 
 class PipelineGradients(DTensorGradients):
@@ -85,6 +78,14 @@ class PipelineGradients(DTensorGradients):
 
     def install(self, listener: Any) -> list[Any]:
         return [*super().install(listener), *self._schedule.install()]
+
+    def _on_gradient(self, index: int) -> None:
+        if self.passes.stage is None and self.listener.reduces(None):
+            raise refused(
+                "a backward pass through a pipeline's stage runs outside of its schedule, so gradcast does not know "
+                "when its gradients are complete; run it by schedule.step(), or inside handle.no_sync()"
+            )
+        super()._on_gradient(index)
 
     def _open_step(self, first: Any = None) -> None:
         super()._open_step(first)
