@@ -14,6 +14,7 @@ pytest.importorskip("training.needs")
 from gradcast.host_traffic import Hosts
 from gradcast.training.attach import _tell_exchange
 from gradcast.training.ranks import hosts
+from gradcast.training.ranks.group import Group
 from gradcast.training.ranks.hosts import Launch, Place
 
 A, B = ("node", "boot-a net-1"), ("node", "boot-b net-1")  # machines with equal names
@@ -86,12 +87,16 @@ def test_attach_agrees_on_the_hosts_and_tells_them(rank):
     return [] if found == [two, one] else found
 
 
+def tell_exchange(found, *arguments, **named):
+    _tell_exchange(Group(0, len(found.host_of), hosts=found), None, *arguments, **named)
+
+
 def test_a_wire_format_that_is_slower_is_warned_of_once():
     with heard(logging.WARNING) as lines:
-        _tell_exchange(Hosts.even(4, 8), None, "bf16", {}, on_device=True)
-        _tell_exchange(Hosts.even(4, 8), None, "bf16", {}, on_device=False)
-        _tell_exchange(Hosts.even(4, 8), None, "fp32", {}, on_device=True)
-        _tell_exchange(Hosts.even(8, 2), None, "bf16", {}, on_device=True)
+        tell_exchange(Hosts.even(4, 8), "bf16", {}, on_device=True)
+        tell_exchange(Hosts.even(4, 8), "bf16", {}, on_device=False)
+        tell_exchange(Hosts.even(4, 8), "fp32", {}, on_device=True)
+        tell_exchange(Hosts.even(8, 2), "bf16", {}, on_device=True)
     assert len(lines) == 1
     assert "6.00 times the bytes" in lines[0]
     assert "with fp32 1.94 times; omit options.wire" in lines[0]
@@ -99,8 +104,8 @@ def test_a_wire_format_that_is_slower_is_warned_of_once():
 
 def test_what_is_lossy_and_what_is_summed_first_is_said():
     with heard() as lines:
-        _tell_exchange(Hosts.even(2, 4), None, "int8", {}, on_device=False)
-        _tell_exchange(Hosts((0, 0, 1)), None, "fp32", {}, on_device=False)
+        tell_exchange(Hosts.even(2, 4), "int8", {}, on_device=False)
+        tell_exchange(Hosts((0, 0, 1)), "fp32", {}, on_device=False)
     assert lines[0] == "2 hosts of 4 ranks; gradients are summed inside each host first"
     assert lines[1].startswith("lossy: int8 on the wire with error feedback")
     assert lines[2:] == [
@@ -112,7 +117,7 @@ def test_gradients_that_travel_as_they_are_are_named():
     parameters = {f"{name}.weight": torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for name in "abcde"}
     parameters |= {"f": torch.nn.Parameter(torch.zeros(2))}
     with heard() as lines:
-        _tell_exchange(Hosts.even(2, 1), None, "bf16", parameters, on_device=False)
+        tell_exchange(Hosts.even(2, 1), "bf16", parameters, on_device=False)
     named = ", ".join(f"{name}.weight (torch.float64)" for name in "abc")
     assert lines[1:] == [f"not in bf16, but as they are: the gradients of {named} and 2 more"]
 
