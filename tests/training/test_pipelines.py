@@ -280,8 +280,31 @@ def test_a_step_sends_each_gradient_once_and_waits_for_none(rank, mode):
         wrong.append(f"{sent} bytes are sent of {gradients}")
     if pipeline.handle.stats()["step"] != STEPS:
         wrong.append(f"{pipeline.handle.stats()['steps']} steps")
-    waits = [each for each in pipeline.handle.stats()["waits"] if "flush" not in each["what"]]
-    return wrong + [str(each) for each in waits]
+    wrong += [str(each) for each in pipeline.handle.stats()["waits"] if "flush" not in each["what"]]
+    before = [each.grad.clone() for each in pipeline.params]
+    pipeline.run(STEPS, "eval")
+    pipeline.handle.flush()
+    if len(blocks) != sum(each.get("cat") == "block" for each in pipeline.handle.timeline()["traceEvents"]):
+        wrong.append("evaluation sends gradients")
+    return wrong + compare.trees([each.grad for each in pipeline.params], before)
+
+
+@pytest.mark.parametrize("schedule", SEVERAL[1:])
+@on_ranks(4)
+def test_a_gradient_that_the_program_holds_becomes_the_mean(rank, schedule, mode):
+    pipeline = Pipeline(rank, mode, schedule)
+    for number in range(3):
+        pipeline.optimizer.zero_grad()
+        with pipeline.handle.no_sync():
+            pipeline.run(2 * number)
+        held = [each.grad for each in pipeline.params]
+        pipeline.run(2 * number + 1)
+        others = [index for index, each in enumerate(pipeline.params) if each.grad is not held[index]]
+        if others:
+            return [f"in step {number} .grad of {others} is another tensor"]
+        pipeline.optimizer.step()
+    pipeline.handle.detach()
+    return []
 
 
 @on_ranks(4)
@@ -426,4 +449,7 @@ def test_a_schedule_that_fails_is_a_failed_backward_pass(rank, mode):
     stage.submod[0].weight.register_hook(on_last_gradient)
     step()
     code, message = error_of(step)
+    if rank.index == 0:
+        rank.signal("told")
+    rank.wait_for("told")  # by a rank that trains on, not by its end
     return [] if (code is not None) == (rank.index == 0) else [message]

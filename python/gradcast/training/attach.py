@@ -6,7 +6,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,12 +33,15 @@ from gradcast.training.sessions.single_worker import SingleWorkerSession
 from gradcast.training.step.parameter_state import shown
 from gradcast.training.step.update_callbacks import UpdateCallbacks
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
 _log = logging.getLogger("gradcast")
 _WHAT = "attach"
 
 
 def attach(
-    module: nn.Module | Sequence[nn.Module],
+    module: "nn.Module | PipelineStage | Sequence[nn.Module] | Sequence[PipelineStage]",
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     process_group: Any = None,
@@ -65,7 +68,7 @@ def attach(
 
 def attach_inside(
     idle: Sequence[DistributedDataParallel],
-    module: nn.Module | Sequence[nn.Module],
+    module: "nn.Module | PipelineStage | Sequence[nn.Module] | Sequence[PipelineStage]",
     optimizer: Optimizer | Sequence[Optimizer] | None,
     process_group: Any,
     options: Options | None,

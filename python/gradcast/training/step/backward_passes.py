@@ -8,7 +8,7 @@ Thread safety: autograd's threads, one backward pass at a time; otherwise under 
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,11 +33,9 @@ class ForwardPass:
 class BackwardPasses:
     """The backward passes of a session. ``running``: the pass that runs, if its end is awaited. ``opened``: the one
     that has made the open gradients. ``ended``: the last one that has ended with gradients. ``checked``: the last one
-    before which accumulated gradients were checked. ``goes_on``: the open step has further passes. ``others``:
-    parameters whose gradients are not those of the pass that runs."""
+    before which accumulated gradients were checked. ``goes_on``: the open step has further passes."""
 
     goes_on = False
-    others: Collection[int] = ()
 
     def __init__(self, *, behind_others: bool = False) -> None:
         """``behind_others``: others end the pass in callbacks, too, and the one of ``await_end`` comes after them."""

@@ -193,7 +193,7 @@ class GradientHooks:
         if not self.open:
             return
         self.passes.opened_at(first.parameter)
-        special = self.exchange.buffers.apart.union((e.index for e in self._hooked_by_program), self.passes.others)
+        special = self.exchange.buffers.apart.union(state.index for state in self._hooked_by_program)
         # Gradients sent without Python must not be used before backward has ended.
         pending.mark(self.table.arm(self.passes.running, list(special), self.weights.scale), self.listener)
 

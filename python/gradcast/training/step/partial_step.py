@@ -222,7 +222,8 @@ def rounds_otherwise(optimizer: Optimizer) -> bool:
         is_foreach = any(each.is_cuda for each in params) and not group["fused"] if foreach is None else foreach
         if group["momentum"] == 0 or not is_foreach:
             continue
-        have = {dict.get(dict.get(optimizer.state, each, {}), "momentum_buffer") is not None for each in params}
+        updated = [each for each in params if each.requires_grad or each.grad is not None]
+        have = {dict.get(dict.get(optimizer.state, each, {}), "momentum_buffer") is not None for each in updated}
         if len(have) == 2:
             return True
     return False

@@ -56,10 +56,6 @@ class StagePasses(BackwardPasses):
         self._complete.add(stage)
         self.goes_on = len(self._complete) < len(self.members)
 
-    @property
-    def others(self) -> Collection[int]:  # type: ignore[override]
-        return {index for stage, each in enumerate(self.members) if stage != self.stage for index in each}
-
     def reduces(self, listener: Any, forward: ForwardPass | None) -> bool:
         return self.stage is not None and self.is_last and listener.reduces(None)
 
