@@ -412,6 +412,18 @@ def test_other_modules_of_stages_are_refused(rank):
     )
 
 
+@on_ranks(4)
+def test_replicas_of_other_stages_are_refused(rank, mode):
+    """The modules of stages have equal shapes, so nothing else shows it."""
+    position = rank.index // 2
+    pairs = [torch.distributed.new_group(each) for each in ([0, 2], [1, 3])]
+    part = Part(position)
+    stage = pipelining.PipelineStage(part, position, 2, torch.device("cpu"), group=pairs[rank.index % 2])
+    adam, before = torch.optim.AdamW(part.parameters()), [each.clone() for each in part.parameters()]
+    found = not_refused(lambda: attach(stage, adam, mode, torch.distributed.group.WORLD), "the same stages")
+    return found + compare.trees(list(part.parameters()), before)
+
+
 @on_ranks(2)
 def test_a_backward_pass_outside_of_the_schedule_is_refused(rank, mode):
     stage = stage_of(rank)

@@ -91,7 +91,7 @@ def attach_inside(
                     preflight.check_stages(options, stages, process_group, disabled=is_disabled())
                 accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
                 accepted = dataclasses.replace(accepted, stages=stages)
-                places = preflight.check_same_call(callers, mode, options)
+                places = preflight.check_same_call(callers, mode, options, stages)
             make = functools.partial(
                 make_group, device=accepted.device, timeout_s=options.watch.timeout_s, reuses=True, nccl=options.nccl
             )

@@ -218,16 +218,16 @@ _MAY_DIFFER = (
 
 
 _CALLS = "comparing the ranks' calls of attach (each rank has to make one)"
-_Call = tuple[str, dict[str, Any], Place]
+_Call = tuple[str, dict[str, Any], list[int], Place]
 
 
-def check_same_call(group: Group, mode: str, options: Options) -> list[Place]:
+def check_same_call(group: Group, mode: str, options: Options, stages: Sequence[Stage] = ()) -> list[Place]:
     """Raises on every rank if they call attach in different ways. Returns every rank's place, which is in the same
     message. Collective.
 
     ``group``: of the callers, since gradcast's own cannot be made if a rank has left already.
     """
-    everyone = group.gather(_call(mode, options), _CALLS)
+    everyone = group.gather(_call(mode, options, stages), _CALLS)
     _check_same(everyone)
     return [place for *_, place in everyone]
 
@@ -237,8 +237,8 @@ def check_same_restart(group: Group, mode: str, options: Options) -> None:
     _check_same(group.gather(_call(mode, options), beside_blocks=True))
 
 
-def _call(mode: str, options: Options) -> _Call:
-    return mode, _settings(options), own_place()
+def _call(mode: str, options: Options, stages: Sequence[Stage] = ()) -> _Call:
+    return mode, _settings(options), [stage.index for stage in stages], own_place()
 
 
 def _settings(group: Any, prefix: str = "") -> dict[str, Any]:
@@ -252,12 +252,17 @@ def _settings(group: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _check_same(everyone: Sequence[_Call]) -> None:
-    first_mode, first_settings, _ = everyone[0]
-    for rank, (other_mode, other_settings, _) in enumerate(everyone):
+    first_mode, first_settings, first_stages, _ = everyone[0]
+    for rank, (other_mode, other_settings, other_stages, _) in enumerate(everyone):
         if other_mode != first_mode:
             raise refused(
                 f"rank 0 attaches in {first_mode} mode, rank {rank} in {other_mode} mode; give all ranks an "
                 "optimizer, or none"
+            )
+        if other_stages != first_stages:
+            raise refused(
+                f"rank 0 has the stages {first_stages} of a pipeline, rank {rank} has {other_stages}; give attach the "
+                "ranks with the same stages as process_group"
             )
         for name, value in first_settings.items():
             if other_settings[name] != value:

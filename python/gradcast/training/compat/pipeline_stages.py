@@ -51,6 +51,11 @@ class Stage:
             self.ddp, self.module = stage.submod, stage.submod.module
 
     @property
+    def index(self) -> int:
+        """The stage's place in the pipeline."""
+        return self._stage.stage_index
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.module.parameters())
 
