@@ -170,6 +170,14 @@ def test_simulate_marks_plans_with_another_bound(run):
     assert "* dear sends reduce-scatters and all-gathers here." in out
 
 
+def test_simulate_predicts_a_stage_of_a_pipeline(run):
+    stage = ["--tensor", "2", "--pipeline", "4", "--micro-batches", "8", "--chunks", "2"]
+    result = run("simulate", "resnet50", *NETWORK, *stage, "--policy", "forecast,ddp")
+    assert "tensor parallelism 2, 4 stages of 2 chunks, bubble 19 %, 8 micro-batches" in result.out
+    assert run("simulate", "resnet50", *NETWORK, *stage, "--scaling").code == 0
+    assert "do not fill" in run("simulate", "resnet50", *NETWORK, "--pipeline", "4").err
+
+
 def test_simulate_names_the_policies_that_cannot_run(run):
     reasons = {
         "it sends during the next forward pass": [*NETWORK, "--mode", "hook"],

@@ -8,6 +8,7 @@ from gradcast.cli import common, simulate_networks, simulate_scaling
 from gradcast.cli.network_options import Network, add_network_options, given, networks_from
 from gradcast.comparison import local_rounds, powersgd
 from gradcast.comparison.compare import Comparison, PolicyResult, compare, parse_policies, same_bound
+from gradcast.comparison.pipeline import Pipeline, step_of
 from gradcast.comparison.verdict import verdict
 from gradcast.disk import check_writable
 from gradcast.errors import Error
@@ -15,6 +16,7 @@ from gradcast.units import format_size
 
 _EXAMPLE = """gradcast simulate resnet50 --scale 0.5 --bandwidth 3gbit --workers 8
   gradcast simulate resnet50 --scale 0.5 --bandwidth 1gbit,3gbit,10gbit --workers 2,8,64 --csv networks.csv
+  gradcast simulate gpt2 --bandwidth 23gbit --workers 8 --pipeline 4 --micro-batches 8
   gradcast simulate resnet50 --scale 0.5 --network 10gbe --workers 8,16,32,64,128,256 --scaling --plot scaling.png"""
 
 
@@ -30,6 +32,14 @@ def add_parser(commands: Any) -> None:
     common.add_profile_argument(parser, several=True)
     add_network_options(parser)
     simulate_scaling.add_options(parser)
+    group = parser.add_argument_group(
+        "model parallelism: the profile is that of one stage and micro-batch; workers are the stage's replicas"
+    )
+    count = common.whole_number(1, 1_000_000)
+    common.option(group, "--tensor", "T", "ranks that share each layer", count, 1)
+    common.option(group, "--pipeline", "P", "stages in a row, which follow 1F1B", count, 1)
+    common.option(group, "--micro-batches", "M", "micro-batches per step", count, 1)
+    common.option(group, "--chunks", "V", "parts of the model per rank, which are interleaved", count, 1)
     group = parser.add_argument_group("schedule")
     names = (
         "policies, separated by commas (default: all, or forecast with --scaling); `gradcast dev policies` lists them"
@@ -59,14 +69,18 @@ def run(args: argparse.Namespace) -> None:
         raise Error(f"{on_one_network[0]} does not work with --scaling; omit one of them")
     if args.powersgd is not None and args.wire is not None:
         raise Error("--powersgd does not work with --wire; omit one of them")
+    pipeline = Pipeline(args.tensor, args.pipeline, args.micro_batches, args.chunks)
+    profiles = common.profiles_from(args)
+    if pipeline != Pipeline():
+        profiles = [step_of(profile, pipeline) for profile in profiles]
     if args.scaling:
-        simulate_scaling.run(args)
+        simulate_scaling.run(args, profiles)
         return
     if only := given(args, *simulate_scaling.OPTIONS):
         raise Error(f"{only[0]} only works with --scaling; add that, or omit it")
     if len(args.profiles) > 1:
         raise Error("several profiles only work with --scaling; give one")
-    (profile,) = common.profiles_from(args)
+    (profile,) = profiles
     networks = networks_from(args, profile)
     names = args.policy or parse_policies("all")
     if len(networks) > 1:

@@ -29,12 +29,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.option(group, "--intra-network", "NAME", "published network inside a node, for instance nvlink-v100")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, profiles: list[_core.Profile]) -> None:
     if ignored := given(args, "link", "wire", "csv"):
         raise Error(f"{ignored[0]} does not work with --scaling; omit it")
     if len(args.policy or ["forecast"]) > 1:
         raise Error("--scaling predicts one policy, and DDP beside it; give one with --policy")
-    profiles = common.profiles_from(args)
     options = Options(
         workers=tuple(dict.fromkeys(worker_counts(args) or WORKERS)),
         algorithms=tuple(dict.fromkeys(args.algorithm or ALGORITHMS)),
