@@ -1,30 +1,19 @@
-"""Random training programs over FSDP2's replicas, each run natively and attached: python -m training.sharded_programs.
+"""Random training programs over FSDP2's replicas: python -m training.sharded_programs (see random_campaign.py)."""
 
-A program is a value that a seed gives. What it reads and ends with is equal bit for bit, or gradcast refuses it.
-"""
-
-import argparse
 import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import random
-import sys
-import traceback
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import gradcast
-from training import compare
+from training import random_campaign
 from training.attached import attach, planning
 from training.needs import torch
-from training.pool import Pool, RankError
 
 nn = torch.nn
 BATCH, STEPS = 3, 6
-LIMIT_S = 300.0  # of programs that run together
 SYNCS = ("all", "all", "all", "kept", "kept", "no_sync", "unreduced")
 POLICIES = ("forecast", "forecast", "fifo", "fsdp", "p3", "ddp")
 CHECKPOINTS = ("inside", "outside", "inside reentrant", "outside reentrant")
@@ -133,6 +122,13 @@ class Program:
     in_two: str = ""
     policy: str = "forecast"
     steps: tuple[Step, ...] = (Step(),) * STEPS
+
+    @property
+    def mesh(self) -> tuple[str, ...]:
+        return ("replicas",) if self.replicate else ("replicas", "shards")
+
+    def training(self, rank, mesh, is_ours: bool) -> "Training":
+        return Training(rank, mesh, self, is_ours)
 
 
 def program_of(seed: int) -> Program:
@@ -276,6 +272,9 @@ class Training:
     def do(self, code: str) -> None:
         exec(code, self.names)
 
+    def leave(self) -> None:
+        self.do(CODE["detach"])
+
     def train(self) -> dict:
         for number, step in enumerate(self.program.steps):
             self.number = 100 * number
@@ -331,93 +330,5 @@ class Training:
         return torch.randn(BATCH, self.program.width, generator=generator).to(TYPES.get(self.program.precision))
 
 
-def run(rank, programs: list[Program], sides=(False, True)) -> list[tuple]:
-    """Outcomes (state, text) of these programs, up to the first behind which the ranks have to start anew. ``sides``:
-    natively, attached."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    names = ("replicas", "shards")[: rank.size // 2]
-    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    outcomes: list[tuple] = []
-    for program in programs:
-        found: list = []
-        for is_ours in sides:
-            try:
-                training = Training(rank, mesh, program, is_ours)
-                found.append(training.train())
-                training.do(CODE["detach"])
-            except Exception as error:
-                is_refusal = isinstance(error, gradcast.Error) and error.code == "invalid_use"
-                state = "refused" if is_refusal else "failed" if is_ours else "invalid"
-                outcomes.append((state, str(error) if is_refusal else traceback.format_exc(limit=-6)))
-                torch.distributed.destroy_process_group()  # so that ranks which wait for this one need not time out
-                return outcomes
-        differences = compare.trees(found[-1], found[0], nan_equal=True)
-        outcomes.append(("different", "; ".join(differences[:4])) if differences else ("equal", ""))
-    return outcomes
-
-
-def verdict(found: tuple[tuple, ...]) -> tuple[str, str]:
-    """The outcome of a program from that of each rank. "refused in part": other ranks have failed, or waited."""
-    states, texts = {state for state, _ in found}, "\n".join(dict.fromkeys(text for _, text in found if text))
-    worst = next((each for each in ("invalid", "refused", "failed", "different") if each in states), "equal")
-    return (f"{worst} in part" if worst == "refused" and len(states) > 1 else worst), texts
-
-
-def runs_natively(pool: Pool, program: Program, size: int) -> bool:
-    try:
-        pool.run(size, run, [program], (False,), timeout_s=LIMIT_S, wait_s=LIMIT_S / 10)
-    except RankError:
-        return False
-    return True
-
-
-def outcomes_of(pool: Pool, programs: list[Program], together: int = 25) -> Iterator[tuple[Program, str, str]]:
-    """Runs programs of one size: "equal", "refused", "invalid" natively, "different" or "failed"; with a text.
-    ``together``: so many run in the same process groups."""
-    while programs:
-        some, size = programs[:together], 2 if programs[0].replicate else 4
-        try:
-            found = pool.run(size, run, some, timeout_s=LIMIT_S, wait_s=LIMIT_S / 10)
-            done = [(each, *verdict(outcomes)) for each, outcomes in zip(some, zip(*found, strict=False), strict=False)]
-        except RankError as error:  # some rank has died or hangs: one by one, then
-            alone = [(some[0], "failed" if runs_natively(pool, some[0], size) else "invalid", str(error))]
-            done = alone if together == 1 else list(outcomes_of(pool, some, together=1))
-        yield from done
-        programs = programs[len(done) :]
-
-
-def campaign(pool: Pool, seeds: range, tell=print) -> Counter:
-    """Returns how many programs of each outcome there are, and tells of those that are not equal."""
-    states: Counter = Counter()
-    programs = [program_of(seed) for seed in seeds]
-    by_size = ([each for each in programs if each.replicate == replicates] for replicates in (False, True))
-    for program, state, text in itertools.chain.from_iterable(outcomes_of(pool, each) for each in by_size):
-        states[state] += 1
-        if state == "invalid":
-            tell(f"invalid: {program.seed}: {text.strip().splitlines()[-1][:200]}")
-        elif state != "equal":
-            tell(f"{state}: {program}\n    {text}")
-        if states.total() % 50 == 0:
-            tell(f"{states.total()} programs: {dict(states)}")
-    return states
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m training.sharded_programs", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--count", type=int, default=100)
-    args = parser.parse_args()
-    pool = Pool(4)
-    try:
-        states = campaign(pool, range(args.seed, args.seed + args.count))
-    finally:
-        pool.end()
-    print(dict(states))
-    return 0 if states.keys() <= {"equal", "refused", "invalid"} else 1
-
-
 if __name__ == "__main__":
-    from training import sharded_programs  # under a name that the ranks know
-
-    sys.exit(sharded_programs.main())
+    raise SystemExit(random_campaign.main("training.sharded_programs"))

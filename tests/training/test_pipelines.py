@@ -4,12 +4,17 @@ process where DDP is wrong."""
 import contextlib
 import copy
 import functools
+import os
+import socket
+import struct
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
 import gradcast
+from gradcast.training.compat.sharding import local_of
 from training import compare
 from training.attached import attach, error_of, not_refused
 from training.inside import session_of
@@ -19,26 +24,29 @@ from training.pool import on_ranks
 
 pytest.importorskip("torch.distributed.pipelining")
 from torch.distributed import pipelining
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 nn = torch.nn
-WIDTH, ROWS, BATCH, STEPS = 8, 3, 12, 7  # ROWS: of a micro-batch
+WIDTH, ROWS, BATCH, STEPS = 8, 3, 24, 7  # ROWS: of a micro-batch
 SEVERAL = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")  # stages per rank
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", *SEVERAL[:2])  # those that DDP is right with
-STAGE_REFUSED = ("ScheduleGPipe", "Schedule1F1B", SEVERAL[2])
 
 
 class Part(nn.Module):
     """The module of stage ``number``. The first micro-batch of a step alone uses ``spare``."""
 
-    def __init__(self, number):
+    def __init__(self, number, hidden=2 * WIDTH):
         super().__init__()
         torch.manual_seed(number)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.spare = nn.Parameter(torch.ones(WIDTH))
+        self.unused = nn.Parameter(torch.ones(2))
         self.delay_s, self.uses_spare = 0.0, True
 
     def forward(self, x):
-        y = x + self.down(torch.tanh(self.up(x)))
+        y = x + self.down(torch.tanh(self.raised(x)))
         if self.delay_s and y.requires_grad:
             y.register_hook(lambda _: time.sleep(self.delay_s))
         if self.uses_spare and torch.is_grad_enabled():
@@ -46,41 +54,99 @@ class Part(nn.Module):
             return y * self.spare
         return y
 
+    def raised(self, x):
+        return self.up(x)
+
+
+class _WithoutWeight(torch.autograd.Function):
+    """A linear layer that leaves the weight's gradient to ``late``."""
+
+    @staticmethod
+    def forward(ctx, x, weight, late):
+        ctx.save_for_backward(x, weight)
+        ctx.late = late
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        ctx.late.append(gradient.T @ x)
+        return gradient @ weight, None, None
+
+
+class LatePart(Part):
+    """Makes the gradient of one weight where the schedule asks for it (``dw_builder``)."""
+
+    def __init__(self, number, hidden=2 * WIDTH):
+        super().__init__(number, hidden)
+        self.late = []
+
+    def raised(self, x):
+        return _WithoutWeight.apply(x, self.up.weight, self.late) + self.up.bias
+
+    def dw_builder(self):
+        made = self.late.pop()
+
+        def add():
+            weight = self.up.weight
+            weight.grad = made if weight.grad is None else weight.grad.add_(made)
+
+        return add
+
 
 def data_of(number, dtype):
     """Inputs and targets, by replica."""
-    return torch.randn(2, 2, BATCH, WIDTH, generator=torch.Generator().manual_seed(number)).to(dtype)
+    return torch.randn(2, 4, BATCH, WIDTH, generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
 class Pipeline:
     """Two ranks with stages, two replicas. ``mode``: None for DDP."""
 
     def __init__(
-        self, rank, mode, schedule="Schedule1F1B", *, micro_batches=4, dtype=torch.float32, wraps=False, **options
+        self,
+        rank,
+        mode,
+        schedule="Schedule1F1B",
+        *,
+        micro_batches=4,
+        dtype=torch.float32,
+        wraps=False,
+        shard=None,
+        part=Part,
+        **options,
     ):
-        """``wraps``: DDP is around the modules of an attached pipeline, too."""
+        """``wraps``: DDP is around the modules of an attached pipeline, too. ``shard``: how FSDP shards them."""
         self.rank, self.schedule = rank, schedule
-        self.position, self.replica = divmod(rank.index, 2)
-        groups = [
-            [torch.distributed.new_group(each) for each in pairs] for pairs in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
-        ]
-        self.own, replicas = groups[0][self.replica], groups[1][self.position]
+        shape = (2, rank.size // 2) if shard != "fully_shard" else (2, 2, rank.size // 4)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("stages", "replicas", "shards")[: len(shape)])
+        self.position, self.replica = divmod(rank.index, rank.size // 2)
+        self.own, replicas = mesh.get_group("stages"), mesh.get_group("replicas")
         self.count = 4 if schedule in SEVERAL else 2
         self.indices = range(self.position, self.count, 2)
-        self.modules = [Part(index).to(dtype) for index in self.indices]
+        self.modules = [part(index).to(dtype) for index in self.indices]
+        for module in self.modules if shard else ():
+            for each in (module.up, module.down, module):
+                if shard == "replicate":
+                    replicate(each, mesh=mesh["replicas"])
+                else:
+                    fully_shard(each, mesh=mesh["replicas", "shards"])
         self.params = [each for module in self.modules for each in module.parameters()]
         self.optimizer = torch.optim.AdamW(self.params, lr=0.01)
         wrap = functools.partial(DDP, process_group=replicas, find_unused_parameters=True)
-        called = list(map(wrap, self.modules)) if wraps or not mode else self.modules
+        called = list(map(wrap, self.modules)) if wraps or not (mode or shard) else self.modules
         device = torch.device("cpu")
         self.stages = [
-            pipelining.PipelineStage(each, index, self.count, device, group=self.own)
-            for each, index in zip(called, self.indices, strict=True)
+            pipelining.PipelineStage(
+                each, index, self.count, device, group=self.own, dw_builder=getattr(module, "dw_builder", None)
+            )
+            for each, module, index in zip(called, self.modules, self.indices, strict=True)
         ]
         self.handle, self.seen = None, []
         if mode:
             given = self.stages if schedule in SEVERAL else self.stages[0]
-            self.handle = attach(given, self.optimizer, mode, None if wraps else replicas, policy="fifo", **options)
+            self.handle = attach(
+                given, self.optimizer, mode, None if wraps or shard else replicas, policy="fifo", **options
+            )
         self.prepare(micro_batches)
 
     def prepare(self, micro_batches, loss_fn=nn.functional.mse_loss, **settings):
@@ -111,9 +177,9 @@ class Pipeline:
             self.handle.flush()
         states = [self.optimizer.state[each] for each in self.params]
         return {
-            "parameters": [each.detach().clone() for each in self.params],
-            "gradients": [None if each.grad is None else each.grad.clone() for each in self.params],
-            "states": [{key: value.clone() for key, value in state.items()} for state in states],
+            "parameters": [local_of(each).detach().clone() for each in self.params],
+            "gradients": [None if each.grad is None else local_of(each.grad).clone() for each in self.params],
+            "states": [{key: local_of(value).clone() for key, value in state.items()} for state in states],
             "seen": self.seen,
         }
 
@@ -235,6 +301,31 @@ def test_a_stage_trains_as_with_ddp(rank, schedule, loop, micro_batches, mode):
     return compare.trees(ours, trained(rank, None, schedule, loop, micro_batches))
 
 
+SHARDED = [
+    pytest.param("Schedule1F1B", "plain", id="1F1B"),
+    pytest.param(SEVERAL[1], "plain", id="interleaved"),
+    pytest.param("Schedule1F1B", "adding up", id="adding up"),
+    pytest.param(SEVERAL[1], "other counts", id="other counts"),
+    *(pytest.param("Schedule1F1B", each, id=each, marks=SLOW) for each in ("zeroing", "evaluating", "summing")),
+    *(pytest.param(each, "plain", id=each, marks=SLOW) for each in ("ScheduleGPipe", SEVERAL[0], SEVERAL[2])),
+]
+
+
+@pytest.mark.parametrize(("schedule", "loop"), SHARDED)
+@on_ranks(4)
+def test_a_stage_of_replicate_trains_as_natively(rank, schedule, loop, mode):
+    ours = trained(rank, mode, schedule, loop, 4, shard="replicate")
+    return compare.trees(ours, trained(rank, None, schedule, loop, 4, shard="replicate"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "loop"), SHARDED)
+@on_ranks(8)
+def test_a_stage_of_hsdp_trains_as_natively(rank, schedule, loop, mode):
+    ours = trained(rank, mode, schedule, loop, 4, shard="fully_shard")
+    return compare.trees(ours, trained(rank, None, schedule, loop, 4, shard="fully_shard"))
+
+
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", SEVERAL[1]])
 @on_ranks(4)
 def test_ddp_around_the_module_of_a_stage_is_idle_until_detach(rank, schedule, mode):
@@ -242,21 +333,29 @@ def test_ddp_around_the_module_of_a_stage_is_idle_until_detach(rank, schedule, m
     return compare.trees(ours, trained(rank, None, schedule, "detaching", 4))
 
 
-@pytest.mark.parametrize("schedule", [SEVERAL[2], pytest.param(SEVERAL[1], marks=SLOW)])
+@pytest.mark.parametrize(
+    ("schedule", "part"),
+    [
+        (SEVERAL[2], Part),
+        (SEVERAL[2], LatePart),
+        pytest.param(SEVERAL[1], Part, marks=SLOW),
+        pytest.param(SEVERAL[1], LatePart, marks=SLOW),
+    ],
+)
 @on_ranks(4)
-def test_a_stage_trains_as_in_one_process(rank, schedule, mode):
-    """With a zero bubble DDP leaves replicas different (pytorch #144530)."""
-    pipeline = Pipeline(rank, mode, schedule, dtype=torch.float64)
+def test_a_stage_trains_as_in_one_process(rank, schedule, part, mode):
+    """With a zero bubble, or a ``dw_builder``, DDP leaves replicas different (pytorch #144530)."""
+    pipeline = Pipeline(rank, mode, schedule, dtype=torch.float64, part=part)
     model = nn.Sequential(*map(Part, range(4))).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number in range(STEPS):
         pipeline.step(number)
         optimizer.zero_grad()
-        for x, target in data_of(number, torch.float64).transpose(0, 1):
-            for count, (part, goal) in enumerate(zip(x.chunk(4), target.chunk(4), strict=True)):
+        for x, target in data_of(number, torch.float64)[:, :2, : pipeline.rows].transpose(0, 1):
+            for count, (rows, goal) in enumerate(zip(x.chunk(4), target.chunk(4), strict=True)):
                 for each in model:
                     each.uses_spare = count == 0
-                (nn.functional.mse_loss(model(part), goal) / 8).backward()
+                (nn.functional.mse_loss(model(rows), goal) / 8).backward()
         optimizer.step()
     pipeline.handle.flush()
     wanted = [each for index in pipeline.indices for each in model[index].parameters()]
@@ -281,12 +380,50 @@ def test_a_step_sends_each_gradient_once_and_waits_for_none(rank, mode):
     if pipeline.handle.stats()["step"] != STEPS:
         wrong.append(f"{pipeline.handle.stats()['steps']} steps")
     wrong += [str(each) for each in pipeline.handle.stats()["waits"] if "flush" not in each["what"]]
-    before = [each.grad.clone() for each in pipeline.params]
+    before = [None if each.grad is None else each.grad.clone() for each in pipeline.params]
     pipeline.run(STEPS, "eval")
     pipeline.handle.flush()
     if len(blocks) != sum(each.get("cat") == "block" for each in pipeline.handle.timeline()["traceEvents"]):
         wrong.append("evaluation sends gradients")
     return wrong + compare.trees([each.grad for each in pipeline.params], before)
+
+
+def acknowledged_bytes():
+    """By socket: what this process has sent by TCP and its peer has received, as the kernel counts it."""
+    found = {}
+    for file in Path("/proc/self/fd").iterdir():
+        if not file.is_socket():
+            continue
+        with socket.socket(fileno=os.dup(int(file.name))) as each:
+            if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+                # tcpi_bytes_acked of struct tcp_info (linux/tcp.h)
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                found[file.stat().st_ino] = struct.unpack_from("Q", info, 120)[0]
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("ScheduleGPipe", 1), ("Schedule1F1B", 4), (SEVERAL[1], 8)])
+@on_ranks(4)
+def test_the_kernel_counts_the_bytes_of_ddp(rank, schedule, micro_batches, mode):
+    """Of gradients that are large beside all else."""
+    sent = []
+    for each in (mode, None):
+        pipeline = Pipeline(
+            rank, each, schedule, micro_batches=micro_batches, part=functools.partial(Part, hidden=40_000)
+        )
+        pipeline.step(0)
+        before = acknowledged_bytes()
+        for number in range(4):
+            pipeline.step(number)
+        if pipeline.handle is not None:
+            pipeline.handle.flush()
+        torch.distributed.barrier()
+        sent.append(sum(count - before.get(each, 0) for each, count in acknowledged_bytes().items()))
+        if pipeline.handle is not None:
+            pipeline.handle.detach()
+    gradients = 4 * sum(4 * each.numel() for each in pipeline.params)
+    wrong = [] if sent[0] < 1.01 * sent[1] else [f"{sent[0]} bytes are sent, {sent[1]} by DDP"]
+    return wrong + ([] if sent[1] > 0.9 * gradients else [f"DDP sends {sent[1]} bytes of {gradients}"])
 
 
 @pytest.mark.parametrize("schedule", SEVERAL[1:])
@@ -324,7 +461,6 @@ def test_step_does_not_wait_for_a_slow_replica(rank):
 @on_ranks(8)
 def test_tensor_parallel_stages(rank, mode):
     """Two stages of two parts, two replicas, against one process."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stages", "replicas", "parts"))
@@ -338,7 +474,7 @@ def test_tensor_parallel_stages(rank, mode):
     model = nn.Sequential(Part(0), Part(1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number in range(STEPS):
-        x, target = data_of(number, torch.float64)
+        x, target = data_of(number, torch.float64)[:, :2]
         part.uses_spare = False
         adam.zero_grad()
         steps.step(*([x[replica]] if position == 0 else []), **({"target": target[replica]} if position else {}))
@@ -358,24 +494,21 @@ def test_tensor_parallel_stages(rank, mode):
 # --- Refused ---
 
 
-@pytest.mark.parametrize("schedule", STAGE_REFUSED)
 @pytest.mark.parametrize("wrap", [False, True])
 @on_ranks(2)
-def test_the_module_of_a_stage_is_refused_in_its_first_forward_pass(rank, schedule, wrap, mode):
-    """Two replicas of a pipeline with one stage."""
-    own = [torch.distributed.new_group([each]) for each in range(2)][rank.index]
+def test_the_module_of_a_stage_is_refused_before_a_schedule_runs(rank, wrap, mode):
+    """Whichever comes first, on all ranks: those with later stages would wait for the first one."""
     module = net()
     called = DDP(module) if wrap else module
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     handle = attach(called, sgd, mode)
-    stage = pipelining.PipelineStage(called, 0, 1, torch.device("cpu"), group=own)
-    make = getattr(pipelining, schedule)
-    stages = [stage] if schedule == SEVERAL[2] else stage
-    steps = make(stages, n_microbatches=2, loss_fn=lambda output, target: (output - target).square().sum())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = not_refused(lambda: steps.step(torch.ones(4, 6), target=torch.ones(4, 2)), "pipeline", "attach(stage")
+    found = not_refused(lambda: stage_of(rank, called), "detach()", "attach(stage")
+    found += not_refused(lambda: stage_of(rank, nn.Sequential(module)), "detach()", "attach(stage")
     handle.detach()
+    stage = stage_of(rank, called)
+    found += not_refused(lambda: attach(called, sgd, mode), "in a stage of a pipeline", "attach(stage")
+    attach(stage, sgd, mode, torch.distributed.group.WORLD)
+    stage_of(rank, module)  # perhaps for evaluation
     return found
 
 
@@ -403,11 +536,8 @@ def test_what_stages_cannot_do_is_refused(rank, name):
 @on_ranks(2)
 def test_other_modules_of_stages_are_refused(rank):
     group = torch.distributed.group.WORLD
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-    from torch.distributed.device_mesh import init_device_mesh
-
-    replicated, plain = stage_of(rank, replicate(net(), mesh=init_device_mesh("cpu", (2,)))), stage_of(rank)
-    return not_refused(lambda: attach(replicated, None, "hook", group), "plain module") + not_refused(
+    sharded, plain = stage_of(rank, replicate(net(), mesh=init_device_mesh("cpu", (2,)))), stage_of(rank)
+    return not_refused(lambda: attach([plain, sharded], None, "hook"), "shard both") + not_refused(
         lambda: attach([plain, net()], None, "hook", group), "stages of this rank only"
     )
 

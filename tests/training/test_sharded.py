@@ -11,7 +11,7 @@ import pytest
 from gradcast.training.compat import sharding
 from gradcast.training.model_layout import ShardedLayout
 from training import compare, inside
-from training.attached import heard, not_refused
+from training.attached import attach, heard, not_refused
 from training.needs import torch
 from training.pool import on_ranks
 from training.sharded import (
@@ -76,6 +76,32 @@ def test_loops_train_as_native_replicate(rank, loop):
         return replicate(module, mesh=mesh)
 
     return differences(rank, "overlap", loop, build=build)
+
+
+@on_ranks(4)
+def test_a_list_of_sharded_modules_trains_as_natively(rank, mode):
+    """Every third pass goes through the first one alone."""
+    mesh = mesh_of(rank)
+
+    def trained(mode):
+        torch.manual_seed(0)
+        modules = [torch.distributed.fsdp.fully_shard(nn.Linear(6, 6), mesh=mesh) for _ in range(2)]
+        params = [each for module in modules for each in module.parameters()]
+        adam, seen = torch.optim.AdamW(params, lr=0.01), []
+        handle = attach(modules, adam, mode, policy="fifo") if mode else None
+        for number in range(STEPS):
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * number + rank.index))
+            adam.zero_grad()
+            first = modules[0](x)
+            loss = (first if number % 3 == 2 else modules[1](first)).square().mean()
+            loss.backward()
+            adam.step()
+            seen.append(loss.detach())
+        if handle is not None:
+            handle.detach()
+        return [seen, [each.to_local().detach().clone() for each in params]]
+
+    return compare.trees(trained(mode), trained(None))
 
 
 def checkpointed(training: Training, folder) -> list[str]:

@@ -101,7 +101,7 @@ def test_what_takes_ranks_for_equal_is_refused(rank):
         error_of(lambda: training.handle.snapshots("unused", every=3)),
         error_of(lambda: gradcast.BalancedBatchSampler(range(64), training.handle, 8)),
         error_of(lambda: training.handle.weight(2).__enter__()),
-        error_of(lambda: gradcast.attach([sharded(Net(), mesh_of(rank))], training.optimizer)),
+        error_of(lambda: gradcast.attach([sharded(Net(), mesh_of(rank)), Net()], training.optimizer)),
     ]
     return [str(each) for each in sentences if each[0] != "invalid_use" or "shard" not in each[1]]
 

@@ -140,7 +140,8 @@ def accept(
 
 
 def joined(modules: Sequence[Any]) -> nn.ModuleList:
-    """Several modules as one. Raises Error(invalid_use) unless they are bare and have nothing in common."""
+    """Several modules as one. Raises Error(invalid_use) unless they are bare, or all sharded by FSDP, and have nothing
+    in common."""
     for position, each in enumerate(modules):
         if isinstance(each, torch.Tensor):
             raise refused(
@@ -149,15 +150,17 @@ def joined(modules: Sequence[Any]) -> nn.ModuleList:
             )
         if not isinstance(each, nn.Module):
             raise refused(f"number {position} of the list is a {type(each).__name__}; torch.nn.Modules are expected")
-        if sharding.is_sharded(each):
-            raise refused(
-                f"number {position} of the list is sharded by FSDP; attach to it by itself, with its optimizer"
-            )
         if the_ddp(each) is not None:
             raise refused(
                 f"number {position} of the list holds a DistributedDataParallel; give the plain modules, whose "
                 "gradients gradcast reduces together, or attach to each DDP module with an optimizer of its own"
             )
+    sharded = [sharding.is_sharded(each) for each in modules]
+    if any(sharded) and not all(sharded):
+        raise refused(
+            f"number {sharded.index(True)} of the list is sharded by FSDP and number {sharded.index(False)} is not; "
+            "shard both, or attach to it by itself, with its optimizer"
+        )
     names: dict[int, str] = {}
     for position, each in enumerate(modules):
         parts = {"": each} | {name: part for name, part in each.named_modules() if part in modules}

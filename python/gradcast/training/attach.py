@@ -17,7 +17,13 @@ from gradcast.errors import Error, refused
 from gradcast.host_traffic import TWO_LEVEL, exchange_form, saves_nothing, wire_taken
 from gradcast.training import launch_order, preflight
 from gradcast.training.acceptance import Accepted, accept, check_hooks
-from gradcast.training.attached_modules import attached_modules, attached_to, collect_dropped
+from gradcast.training.attached_modules import (
+    attached_modules,
+    attached_to,
+    collect_dropped,
+    parameters_outside_stages,
+    stage_modules,
+)
 from gradcast.training.attachment import Attachment
 from gradcast.training.compat import extension, pipeline_stages, sharding
 from gradcast.training.compat.wrappers import unwrapped_optimizer
@@ -91,6 +97,7 @@ def attach_inside(
                     preflight.check_stages(options, stages, process_group, disabled=is_disabled())
                 accepted, optimizers, mode = _checked(callers, idle, module, optimizer, process_group, options)
                 accepted = dataclasses.replace(accepted, stages=stages)
+                _refuse_stages(accepted)
                 places = preflight.check_same_call(callers, mode, options, stages)
             make = functools.partial(
                 make_group, device=accepted.device, timeout_s=options.watch.timeout_s, reuses=True, nccl=options.nccl
@@ -141,6 +148,7 @@ def attach_to_quorum(quorum: Quorum, plans: Plans, module: nn.Module | Sequence[
             "the module is sharded (FSDP, DTensors), which torchft's process groups do not fit; train without gradcast"
         )
     _refuse_attached(accepted)
+    _refuse_stages(accepted)
     check_hooks(accepted.parameters, [])
     options = dataclasses.replace(options, broadcast_buffers=False)
     return _handle(accepted, QuorumSessions(quorum, accepted, options, plans), [])
@@ -149,12 +157,20 @@ def attach_to_quorum(quorum: Quorum, plans: Plans, module: nn.Module | Sequence[
 def _handle(accepted: Accepted, attached: Attached, optimizers: Sequence[Optimizer]) -> Handle:
     for each in accepted.owned:
         attached_modules[each] = weakref.ref(attached)
+        (stage_modules.add if accepted.stages else stage_modules.discard)(each)
     return Handle(accepted.module, attached, accepted.called, optimizers)
 
 
 def _refuse_attached(accepted: Accepted) -> None:
     if any(attached_to(each) is not None for each in accepted.owned):
         raise refused("gradcast is attached to this module already; call handle.detach() first")
+
+
+def _refuse_stages(accepted: Accepted) -> None:
+    """Refuses a module that a stage of a pipeline has, now or later, unless attach was given the stage."""
+    if not accepted.stages:
+        pipeline_stages.refuse_modules(accepted.parameters.values())
+    pipeline_stages.refuse_new_stages(parameters_outside_stages)
 
 
 def _checked(
@@ -197,8 +213,9 @@ def _callers(module: Any, process_group: Any) -> tuple[Group, Group]:
     """The ranks that call attach, known before the module is checked, so that all learn what one refuses; and those
     with other shards of the same replica."""
     alone = Group(0, 1)
-    if isinstance(module, nn.Module) and sharding.is_sharded(module):
-        groups = sharding.groups_of(module)
+    members = module if isinstance(module, list | tuple) else [module]
+    groups = [group for each in members if isinstance(each, nn.Module) for group in sharding.groups_of(each)]
+    if groups:
         callers, shards = callers_of(sharding.the_replicas(groups, process_group)), sharding.the_shards(groups)
         return callers, alone if shards is None else callers_of(shards)
     if process_group is None and isinstance(module, nn.Module):

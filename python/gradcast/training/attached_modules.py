@@ -12,6 +12,8 @@ from gradcast.training.sessions.kinds import Attached
 
 # By module, without its wrappers.
 attached_modules: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]]" = weakref.WeakKeyDictionary()
+# Those to which it is attached by a pipeline's stage.
+stage_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def detach(attached: Attached, wait_s: float | None = None) -> None:
@@ -53,6 +55,12 @@ def attached_to(module: nn.Module) -> Attached | None:
     reference = attached_modules.get(unwrapped(module))
     attached = None if reference is None else reference()
     return None if attached is None or attached.released else attached
+
+
+def parameters_outside_stages() -> list[nn.Parameter]:
+    """Those of attached modules."""
+    found = [module for module in list(attached_modules) if module not in stage_modules and attached_to(module)]
+    return [each for module in found for each in module.parameters()]
 
 
 def close_at_exit(attached: Attached) -> None:

@@ -24,7 +24,6 @@ from gradcast.training.model_layout import (
     ShardedLayout,
     holds_other_tensors,
     in_functional_call,
-    refuse_pipeline,
 )
 from gradcast.training.plan.balancing import Balancing, SamplerCall, check_same_sampler
 from gradcast.training.sessions.forward import is_evaluation
@@ -195,8 +194,6 @@ class Attachment:
             raise self._failure
         if self.session.released:  # in a forked child
             return
-        if not self._setup.accepted.stages:
-            refuse_pipeline()
         self._is_called = True
         if torch.is_grad_enabled():
             self._refuse_other_ddp()

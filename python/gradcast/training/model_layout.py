@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from gradcast.errors import refused
-from gradcast.training.compat import extension, pipeline_stages
+from gradcast.training.compat import extension
 from gradcast.training.compat.sharding import ShardGroup
 
 _STATELESS = "torch.nn.utils.stateless"
@@ -79,24 +78,9 @@ class ShardedLayout:
 
 def in_functional_call() -> bool:
     """True if torch.func.functional_call() runs this forward pass, with other tensors in place of the module's own."""
-    return _runs_this(_STATELESS)
-
-
-def refuse_pipeline() -> None:
-    """Raises Error(invalid_use) if a pipeline's stage runs this forward pass."""
-    if _runs_this(pipeline_stages.MODULE):
-        raise refused(
-            "this module is in a stage of a pipeline (torch.distributed.pipelining), whose schedules make some "
-            "gradients without the hooks that gradcast, like DDP, waits for, so the ranks would drift apart; call "
-            "handle.detach(), and attach to the stage: gradcast.attach(stage, optimizer, process_group=its_replicas)"
-        )
-
-
-def _runs_this(module: str) -> bool:
-    """True if a function of this Python module is among the callers."""
-    frame = sys._getframe(1) if module in sys.modules else None
+    frame = sys._getframe(1) if _STATELESS in sys.modules else None
     while frame is not None:
-        if frame.f_globals.get("__name__") == module:
+        if frame.f_globals.get("__name__") == _STATELESS:
             return True
         frame = frame.f_back
     return False

@@ -110,10 +110,7 @@ def check_stages(options: Options, stages: Sequence[Stage], process_group: Any, 
     """Raises for what gradcast cannot do with stages of a pipeline."""
     _refuse_options(options, _NOT_IN_STAGES, "stages of a pipeline")
     if any(is_sharded(stage.module) for stage in stages):
-        raise refused(
-            "the module of this stage is sharded by FSDP, or by replicate(); make the stage of the plain module, whose "
-            "gradients gradcast averages"
-        )
+        return  # the mesh has the replicas, and FSDP averages where gradcast does not
     if process_group is None:
         raise refused(
             "attach to a pipeline's stage needs the ranks that have the same stage: give process_group=, of "

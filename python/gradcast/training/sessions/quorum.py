@@ -23,7 +23,7 @@ from gradcast.training import preflight
 from gradcast.training.acceptance import Accepted
 from gradcast.training.compat import fork
 from gradcast.training.compat.module_hooks import around_forward
-from gradcast.training.model_layout import ModelLayout, refuse_pipeline
+from gradcast.training.model_layout import ModelLayout
 from gradcast.training.options import Options
 from gradcast.training.plan.balancing import SamplerCall
 from gradcast.training.ranks import hosts
@@ -158,7 +158,6 @@ class QuorumSessions:
     def _before_forward(self, called: nn.Module, _: Any, compiled: bool) -> None:
         if self.session.released:  # in a forked child
             return
-        refuse_pipeline()
         if torch.is_grad_enabled() and self._layout.changed():
             raise refused(
                 "the module's parameters have changed since attach, which gradcast does not follow with torchft; call "

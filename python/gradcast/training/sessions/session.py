@@ -51,7 +51,7 @@ from gradcast.training.step.gradient_exchange import GradientExchange
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.module_buffers import BUFFERS_NAME, WHAT, ModuleBuffers
 from gradcast.training.step.optimizer_steps import OptimizerSteps
-from gradcast.training.step.pipeline_gradients import PipelineGradients
+from gradcast.training.step.pipeline_gradients import PipelineGradients, ShardedPipelineGradients
 from gradcast.training.step.rank_consistency import RankConsistency
 from gradcast.training.step.sent_tensors import sent_tensors
 from gradcast.training.step.sharded_clipping import ShardedNormClipping, Shards
@@ -103,7 +103,9 @@ class Session(TrainingSession):
         travelling = None if index is None else module_buffers
         parts = states, table, exchange, message, weights, by_norm, travelling, consistency
         gradients: GradientHooks
-        if accepted.shards:
+        if accepted.shards and accepted.stages:
+            gradients = ShardedPipelineGradients(accepted.stages, accepted.shards, *parts)
+        elif accepted.shards:
             gradients = ShardedGradients(accepted.shards, *parts)
         elif accepted.stages:
             gradients = PipelineGradients(accepted.stages, *parts)

@@ -37,7 +37,7 @@ class ArrivedGradients:
         consistency: RankConsistency,
     ) -> None:
         self.adds: set[int] = set()  # parameters whose sum is added to their ``.grad``, not copied there
-        self.divisors: dict[int, int] = {}  # of the mean, by parameter
+        self.divisors: dict[int, int] = {}  # of ``.grad`` once it has its value, by parameter
         self._table, self._exchange, self._message = table, exchange, message
         self._weights, self._consistency = weights, consistency
 
@@ -76,16 +76,19 @@ class ArrivedGradients:
                 self._restore(state, locally_unused)
         for state in unusual:
             self.copy_arrived(state)
+        self._divide(states)
         parameter_state.arrive(states)
 
     def finish(self, states: Sequence[ParameterState]) -> None:
         """Makes the sums in the buffer the mean. REQUIRES: these gradients have arrived."""
         self._weights.finish(state.index for state in states)
+
+    def _divide(self, states: Sequence[ParameterState]) -> None:
         for state in states if self.divisors else ():
-            divisor = self.divisors.pop(state.index, 1)
-            if divisor != 1:
+            divisor, gradient = self.divisors.pop(state.index, 1), state.update_grad
+            if divisor != 1 and gradient is not None:
                 with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                    self._exchange.buffers.views[state.index].div_(divisor)
+                    local_of(gradient).div_(divisor)
 
     def copy_arrived(self, state: ParameterState) -> None:
         """Copies the sum into a ``.grad`` outside of the buffer, or adds it. REQUIRES: this gradient has arrived."""

@@ -47,6 +47,11 @@ class BackwardPasses:
         # Of forward passes since the last backward pass: the module that was called, and its graph.
         self._graphs: list[tuple[nn.Module, weakref.ref]] = []
 
+    @property
+    def task(self) -> int:
+        """The pass that this thread is in."""
+        return current()
+
     def await_end(self, task: int, on_end: Callable[[], None]) -> None:
         """Calls ``on_end`` where this pass, which runs, ends; drops it uncalled if the pass fails."""
         queue = torch.autograd.Variable._execution_engine.queue_callback

@@ -245,7 +245,9 @@ class GradientHooks:
         """Gradients accumulated by earlier passes (no_sync) that the program keeps become the mean, as with DDP.
         ``first``: a gradient that autograd may still hold, because it is about to hand it over."""
         self.passes.checked = self.passes.running
-        states = [state for state in self.table.with_gradient() if state.index not in self.exchange.buffers.apart]
+        # While the open step goes on, those that are not idle have been sent, and must not be read.
+        known = self.table.idle() if self.passes.goes_on else self.table.with_gradient()
+        states = [state for state in known if state.index not in self.exchange.buffers.apart]
         # Reading .grad shows whether the ranks have agreed that there is none.
         found = [state for state in states if state is not first and state.parameter.grad is not None]
         views = self.exchange.buffers.views

@@ -5,11 +5,14 @@ A step opens where the first stage comes to its last backward pass, and ends whe
 Until then the gradients of the other stages add up on this rank, as inside no_sync(). Gradients that a schedule makes
 without autograd's accumulation (zero bubble) reach no hook, and are sent when the stage's last pass has returned.
 
+If FSDP shards the stages, it reduces a stage's gradients behind its last pass, which sends them.
+
 The division by the number of micro-batches, which would wait for the mean, is made where the mean has arrived.
 """
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -17,21 +20,30 @@ from typing import Any
 import torch
 
 from gradcast.errors import refused
-from gradcast.training.compat.pipeline_stages import Stage
+from gradcast.training.compat.pipeline_stages import Makes, Stage
 from gradcast.training.step.backward_passes import NO_TASK, BackwardPasses, ForwardPass
 from gradcast.training.step.dtensor_gradients import DTensorGradients
+from gradcast.training.step.sharded_gradients import ShardedGradients
+
+_reductions = itertools.count(NO_TASK - 1, -1)
 
 
 class StagePasses(BackwardPasses):
-    """The backward passes of schedules. ``members``: parameters by stage. ``stage``: whose pass runs; None outside of
-    schedules. ``is_last``: it is the stage's last one."""
+    """The backward passes of schedules. ``stages``: of this rank. ``members``: their parameters. ``stage``: whose pass
+    runs; None outside of schedules. ``hooks_send``: in the stage's last pass, unless it makes gradients by hand, when
+    even one that a hook has seen may not be complete. FSDP's reduction of a stage counts as a pass, with a number below
+    NO_TASK."""
 
-    def __init__(self, members: Sequence[Collection[int]]) -> None:
+    def __init__(self, stages: Sequence[Stage], members: Sequence[Collection[int]]) -> None:
         super().__init__()
-        self.members = members
+        self.stages, self.members = stages, members
         self.stage: int | None = None
-        self.is_last = False
+        self.hooks_send = False
         self._complete: set[int] = set()
+
+    @property
+    def task(self) -> int:
+        return self.running if self.running < NO_TASK else super().task
 
     def open(self) -> None:
         super().open()
@@ -39,9 +51,12 @@ class StagePasses(BackwardPasses):
         self.goes_on = True
 
     @contextlib.contextmanager
-    def running_of(self, stage: int, *, is_last: bool) -> Iterator[None]:
-        """Context of one pass. A step whose pass fails does not go on."""
-        self.stage, self.is_last = stage, is_last
+    def running_of(self, stage: int, makes: Makes, *, is_last: bool) -> Iterator[None]:
+        """Context of one pass. A step whose schedule has failed does not go on."""
+        self.goes_on &= stage not in self._complete  # else a new schedule
+        self.stage, self.hooks_send = stage, is_last and makes != Makes.BY_HAND
+        if makes == Makes.BY_REDUCTION:
+            self.running = next(_reductions)
         try:
             yield
         except BaseException:
@@ -49,6 +64,16 @@ class StagePasses(BackwardPasses):
             raise
         finally:
             self.stage = None
+            if makes == Makes.BY_REDUCTION:
+                self.running = NO_TASK
+
+    def refuse_inside(self) -> None:
+        super().refuse_inside()
+        if self.goes_on:
+            raise refused(
+                "a gradient is used inside of a pipeline's schedule, before those of all stages exist; use it behind "
+                "schedule.step()"
+            )
 
     def complete(self, stage: int) -> None:
         """Notes that all gradients of the stage have been sent."""
@@ -57,7 +82,7 @@ class StagePasses(BackwardPasses):
         self.goes_on = len(self._complete) < len(self.members)
 
     def reduces(self, listener: Any, forward: ForwardPass | None) -> bool:
-        return self.stage is not None and self.is_last and listener.reduces(None)
+        return self.stage is not None and self.hooks_send and listener.reduces(None)
 
 
 class PipelineGradients(DTensorGradients):
@@ -69,11 +94,10 @@ class PipelineGradients(DTensorGradients):
         super().__init__(*parts)
         index_of = {id(state.parameter): state.index for state in self.states}
         members = [[index_of[id(e)] for e in stage.parameters if id(e) in index_of] for stage in stages]
-        self.passes = StagePasses(members)
-        self._schedule = _Schedule(self, stages)
+        self.passes = StagePasses(stages, members)
 
     def install(self, listener: Any) -> list[Any]:
-        return [*super().install(listener), *self._schedule.install()]
+        return [*super().install(listener), *_Schedule(self).install()]
 
     def _on_gradient(self, index: int) -> None:
         if self.passes.stage is None and self.listener.reduces(None):
@@ -94,27 +118,31 @@ class PipelineGradients(DTensorGradients):
             self.passes.running = NO_TASK
 
 
+class ShardedPipelineGradients(PipelineGradients, ShardedGradients):
+    """Of stages that FSDP shards. ``parts``: the arguments of ShardedGradients."""
+
+
 class _Schedule:
     """The calls of the stages by a schedule."""
 
-    def __init__(self, gradients: PipelineGradients, stages: Sequence[Stage]) -> None:
+    def __init__(self, gradients: PipelineGradients) -> None:
         self._gradients: Any = weakref.proxy(gradients)  # a stage must not keep its session
-        self._stages = stages
         self._by_hand: set[int] = set()  # stages of which the open step has gradients that no hook has seen
 
     def install(self) -> Sequence[Stage]:
-        for number, stage in enumerate(self._stages):
+        stages = self._gradients.passes.stages
+        for number, stage in enumerate(stages):
             stage.take_over(functools.partial(self._around, number), functools.partial(self._divide, number))
-        return self._stages
+        return stages
 
     @contextlib.contextmanager
-    def _around(self, stage: int, *, is_last: bool, by_hand: bool) -> Iterator[None]:
+    def _around(self, stage: int, makes: Makes, *, is_last: bool) -> Iterator[None]:
         gradients = self._gradients
-        if by_hand:
+        if makes == Makes.BY_HAND:
             self._by_hand.add(stage)
-        with gradients.passes.running_of(stage, is_last=is_last):
+        with gradients.passes.running_of(stage, makes, is_last=is_last):
             yield
-            if gradients.passes.reduces(gradients.listener, None):
+            if is_last and gradients.listener.reduces(None):
                 self._end_stage(stage)
 
     def _divide(self, stage: int, divisor: int) -> bool:

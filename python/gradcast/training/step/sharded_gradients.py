@@ -19,7 +19,7 @@ from gradcast.training.compat import extension
 from gradcast.training.compat.module_hooks import WeakHook
 from gradcast.training.compat.sharding import Reduced, ShardGroup, local_of
 from gradcast.training.step import parameter_state, pending
-from gradcast.training.step.backward_passes import NO_TASK, BackwardPasses, current
+from gradcast.training.step.backward_passes import NO_TASK, BackwardPasses
 from gradcast.training.step.gradient_hooks import GradientHooks
 from gradcast.training.step.parameter_state import ParameterState
 
@@ -109,14 +109,15 @@ class _ReducedGroups:
     def _on_reduced(self, group: ShardGroup, reduced: Sequence[Reduced]) -> None:
         """Sends the gradients of this pass, or keeps them on this replica."""
         gradients = self._gradients()
-        sends = group.all_reduces and gradients.listener.reduces(gradients.passes.forward)
-        is_opened = gradients.open and gradients.passes.running == gradients.passes.opened != NO_TASK
-        if current() == NO_TASK:
+        passes = gradients.passes
+        sends = group.all_reduces and passes.reduces(gradients.listener, passes.forward)
+        is_opened = gradients.open and passes.running == passes.opened != NO_TASK
+        if passes.task == NO_TASK:
             raise refused(
                 "FSDP reduces gradients outside of backward(), and gradcast has sent the pass; omit "
                 "set_manual_backward_finalization()"
             )
-        if (is_opened and not sends) or (sends and self._kept_task == current()):
+        if (is_opened and not sends) or (sends and self._kept_task == passes.task):
             raise refused(
                 "one backward pass is all-reduced for some of FSDP's modules and not for others; call "
                 "set_requires_all_reduce() on the root module, for all of them"
@@ -143,4 +144,4 @@ class _ReducedGroups:
             gradients._on_gradient(state.index)
         self.first = None
         if not sends:
-            self._kept_task = current()
+            self._kept_task = passes.task
