@@ -2,7 +2,8 @@
 ends with is equal bit for bit, or gradcast refuses it.
 
 A module of programs has ``program_of(seed)``. A program has ``mesh``, the names of the mesh's dimensions, of two ranks
-each, and ``training(rank, mesh, is_ours)``, whose ``train()`` returns what is compared, and whose ``leave()`` detaches.
+each, ``tolerance``, by which results may differ, and ``training(rank, mesh, is_ours)``, whose ``train()`` returns what
+is compared, and whose ``leave()`` detaches.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def run(rank, programs: list[Any], sides=(False, True)) -> list[tuple]:
                 outcomes.append((state, str(error) if is_refusal else traceback.format_exc(limit=-6)))
                 torch.distributed.destroy_process_group()  # so that ranks which wait for this one need not time out
                 return outcomes
-        differences = compare.trees(found[-1], found[0], nan_equal=True)
+        differences = compare.trees(found[-1], found[0], nan_equal=True, tolerance=program.tolerance)
         outcomes.append(("different", "; ".join(differences[:4])) if differences else ("equal", ""))
     return outcomes
 

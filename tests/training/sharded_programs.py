@@ -123,6 +123,8 @@ class Program:
     policy: str = "forecast"
     steps: tuple[Step, ...] = (Step(),) * STEPS
 
+    tolerance = 0.0
+
     @property
     def mesh(self) -> tuple[str, ...]:
         return ("replicas",) if self.replicate else ("replicas", "shards")

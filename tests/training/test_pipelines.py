@@ -167,6 +167,13 @@ class Pipeline:
             getattr(self.steps, call)(*([x] if 0 in self.indices else []), **named)
         self.seen += [each.detach().clone() for each in losses]
 
+    def run_without_sync(self, number):
+        with self.handle.no_sync() if self.handle is not None else contextlib.ExitStack() as taken_out:
+            for stage, module in zip(self.stages, self.modules, strict=True) if self.handle is None else ():
+                taken_out.callback(setattr, stage, "submod", stage.submod)
+                stage.submod = module
+            self.run(number)
+
     def step(self, number):
         self.optimizer.zero_grad()
         self.run(number)
@@ -256,6 +263,16 @@ def resuming(pipeline, number):
             module.load_state_dict(own)
 
 
+def skipping(pipeline, number):
+    """Every second step drops its gradients. The others add up those of two schedules."""
+    pipeline.optimizer.zero_grad()
+    if number % 2:
+        pipeline.run_without_sync(number + 50)
+    pipeline.run(number)
+    if number % 2:
+        pipeline.optimizer.step()
+
+
 def detaching(pipeline, number):
     """The last two steps are DDP's."""
     if number == STEPS - 2 and pipeline.handle is not None:
@@ -267,9 +284,9 @@ def detaching(pipeline, number):
 LOOPS = {
     "plain": Pipeline.step, "zeroing": zeroing, "adding up": adding_up, "clipping": clipping, "tying": tying,
     "keeping": keeping, "evaluating": evaluating, "other counts": other_counts, "summing": summing, "scaling": scaling,
-    "resuming": resuming,
+    "resuming": resuming, "skipping": skipping,
 }  # fmt: skip
-FAST = ("clipping", "keeping", "evaluating", "other counts")
+FAST = ("clipping", "skipping", "keeping", "evaluating", "other counts")
 SLOW = pytest.mark.slow
 CASES = [
     *(pytest.param(each, "plain", 4, id=each) for each in SCHEDULES),

@@ -128,6 +128,7 @@ class _Schedule:
     def __init__(self, gradients: PipelineGradients) -> None:
         self._gradients: Any = weakref.proxy(gradients)  # a stage must not keep its session
         self._by_hand: set[int] = set()  # stages of which the open step has gradients that no hook has seen
+        self._sent: set[int] = set()  # stages whose last pass has sent their gradients
 
     def install(self) -> Sequence[Stage]:
         stages = self._gradients.passes.stages
@@ -138,17 +139,19 @@ class _Schedule:
     @contextlib.contextmanager
     def _around(self, stage: int, makes: Makes, *, is_last: bool) -> Iterator[None]:
         gradients = self._gradients
+        self._sent.discard(stage)
         if makes == Makes.BY_HAND:
             self._by_hand.add(stage)
         with gradients.passes.running_of(stage, makes, is_last=is_last):
             yield
             if is_last and gradients.listener.reduces(None):
+                self._sent.add(stage)
                 self._end_stage(stage)
 
     def _divide(self, stage: int, divisor: int) -> bool:
         """Divides the means of a stage's gradients where they arrive. Returns False if they have arrived."""
         gradients = self._gradients
-        if not gradients.open or gradients.values_used:
+        if stage not in self._sent or not gradients.open or gradients.values_used:
             return False
         gradients.arrived.divisors |= dict.fromkeys(gradients.passes.members[stage], divisor)
         return True
