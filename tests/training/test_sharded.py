@@ -3,7 +3,10 @@
 Each loop runs on two replicas of two shards, once under native HSDP and once attached; ``replicate()`` on two replicas.
 """
 
+import gc
 import os
+import random
+import time
 from unittest import mock
 
 import pytest
@@ -18,6 +21,7 @@ from training.sharded import (
     BUILDS,
     IS_LATER,
     STEPS,
+    WIDTH,
     Net,
     Scale,
     Training,
@@ -76,6 +80,59 @@ def test_loops_train_as_native_replicate(rank, loop):
         return replicate(module, mesh=mesh)
 
     return differences(rank, "overlap", loop, build=build)
+
+
+def delayed(training: Training) -> None:
+    """Each rank pauses at moments of its own: groups of replicas wait for each other in FSDP alone."""
+    chance = random.Random(training.rank.index)
+
+    def pause(*_):
+        time.sleep(chance.choice([0, 0, 0.01, 0.03]))
+
+    for each in training.module.modules():
+        each.register_forward_pre_hook(pause)
+        each.register_full_backward_hook(pause)
+    for number in range(STEPS + 3):
+        pause()
+        training.step(number)
+
+
+@on_ranks(4)
+def test_ranks_at_different_speeds_train_as_natively(rank, mode):
+    return differences(rank, mode, delayed)
+
+
+def memory_bytes() -> int:
+    """Of all tensors that Python knows."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = [sharding.local_of(each).untyped_storage() for each in found if each.layout == torch.strided]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+@on_ranks(4)
+def test_memory_is_that_of_one_more_copy_of_the_gradients(rank, mode):
+    """After backward, beside native HSDP."""
+    needed = []
+
+    def large(mesh):
+        torch.manual_seed(0)
+        return sharded(nn.Sequential(nn.Linear(WIDTH, 4000), nn.Linear(4000, 5)), mesh)
+
+    for each in (None, mode):
+        before = memory_bytes()
+        training = Training(rank, each, build=large)
+        steps(training)
+        training.optimizer.zero_grad()
+        training.backward(STEPS)
+        needed.append(memory_bytes() - before)
+        gradients = sum(sharding.local_of(p.grad).nbytes for p in training.module.parameters() if p.grad is not None)
+        if training.handle is not None:
+            training.handle.detach()
+        del training
+        gc.collect()
+    native, ours = needed
+    return [] if ours <= native + 1.1 * gradients else [f"{ours} bytes, natively {native}, of {gradients} of gradients"]
 
 
 @on_ranks(4)
