@@ -149,8 +149,10 @@ class Training:
         self.params = [each for each in self.module.parameters() if each.requires_grad]
         self.optimizers = self._optimizers()
         device = torch.device("cpu")
+        # Known, torch runs no passes of its own to find them, which the modules would count.
+        known = lambda grad: torch.ones(ROWS, WIDTH, dtype=dtype, requires_grad=grad)  # noqa: E731
         self.stages = [
-            pipelining.PipelineStage(each, index, self.count, device, group=own)
+            pipelining.PipelineStage(each, index, self.count, device, known(index > 0), known(True), own)
             for each, index in zip(called, self.indices, strict=True)
         ]
         self.handle = None

@@ -137,7 +137,15 @@ class Pipeline:
         device = torch.device("cpu")
         self.stages = [
             pipelining.PipelineStage(
-                each, index, self.count, device, group=self.own, dw_builder=getattr(module, "dw_builder", None)
+                each,
+                index,
+                self.count,
+                device,
+                # Known, torch runs no passes of its own to find them, which the modules would count.
+                input_args=torch.ones(ROWS, WIDTH, dtype=dtype, requires_grad=index > 0),
+                output_args=torch.ones(ROWS, WIDTH, dtype=dtype, requires_grad=True),
+                group=self.own,
+                dw_builder=getattr(module, "dw_builder", None),
             )
             for each, module, index in zip(called, self.modules, self.indices, strict=True)
         ]
