@@ -10,6 +10,7 @@ import struct
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -349,6 +350,13 @@ def test_a_stage_of_replicate_trains_as_natively(rank, schedule, loop, mode):
 def test_a_stage_of_hsdp_trains_as_natively(rank, schedule, loop, mode):
     ours = trained(rank, mode, schedule, loop, 4, shard="fully_shard")
     return compare.trees(ours, trained(rank, None, schedule, loop, 4, shard="fully_shard"))
+
+
+@on_ranks(4)
+def test_disabled_a_sharded_stage_is_left_to_fsdp(rank, mode):
+    with mock.patch.dict(os.environ, GRADCAST_DISABLE="1"):
+        ours = trained(rank, mode, "Schedule1F1B", "plain", 2, shard="replicate")
+    return compare.trees(ours, trained(rank, None, "Schedule1F1B", "plain", 2, shard="replicate"))
 
 
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", SEVERAL[1]])
