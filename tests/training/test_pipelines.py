@@ -344,6 +344,30 @@ def test_a_stage_of_replicate_trains_as_natively(rank, schedule, loop, mode):
     return compare.trees(ours, trained(rank, None, schedule, loop, 4, shard="replicate"))
 
 
+@pytest.mark.parametrize("micro_batches", [4, 2])
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", pytest.param(SEVERAL[2], marks=SLOW)])
+@on_ranks(4)
+def test_replicate_adds_up_schedules_in_no_sync(rank, schedule, micro_batches, mode):
+    """The gradients of all schedules but the last are divided twice, as those that are in .grad are natively, where
+    each schedule is all-reduced. ``micro_batches``: of the first schedule."""
+    found = []
+    for each in (mode, None):
+        pipeline = Pipeline(rank, each, schedule, shard="replicate", dtype=torch.float64)
+        for number in range(3):
+            pipeline.optimizer.zero_grad()
+            pipeline.prepare(micro_batches)
+            pipeline.run_without_sync(number)
+            pipeline.prepare(4)
+            pipeline.run(number + 50)
+            pipeline.optimizer.step()
+        found.append(pipeline.result()["gradients"])
+        if pipeline.handle is not None:
+            pipeline.handle.detach()
+    pairs = [(ours, native) for ours, native in zip(*found, strict=True) if ours is not native]  # not both None
+    worst = max(float((ours - native).abs().max()) for ours, native in pairs)
+    return [] if worst < 1e-9 else [f"differs by {worst}"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "loop"), SHARDED)
 @on_ranks(8)
@@ -594,6 +618,10 @@ def test_a_backward_pass_outside_of_the_schedule_is_refused(rank, mode):
     handle = attach(stage, sgd, mode, torch.distributed.group.WORLD)
     loss = stage.submod(torch.ones(2, 6)).sum()
     found = not_refused(loss.backward, "outside of its schedule")
+    other = pipelining.ScheduleGPipe(stage_of(rank, stage.submod), n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(RuntimeError) as raised:
+        other.step(torch.ones(4, 6), target=torch.ones(4, 2))
+    found += [] if "attach again" in str(raised.value.__cause__) else [str(raised.value.__cause__)]
     with handle.no_sync():
         stage.submod(torch.ones(2, 6)).sum().backward()
     handle.detach()

@@ -102,8 +102,9 @@ class PipelineGradients(DTensorGradients):
     def _on_gradient(self, index: int) -> None:
         if self.passes.stage is None and self.listener.reduces(None):
             raise refused(
-                "a backward pass through a pipeline's stage runs outside of its schedule, so gradcast does not know "
-                "when its gradients are complete; run it by schedule.step(), or inside handle.no_sync()"
+                "a backward pass through a pipeline's stage runs outside of its schedule, or in that of another stage "
+                "object, so gradcast does not know when its gradients are complete; run it by schedule.step() of the "
+                "stage that attach was given (detach and attach again for a new one), or inside handle.no_sync()"
             )
         super()._on_gradient(index)
 
@@ -149,8 +150,14 @@ class _Schedule:
                 self._end_stage(stage)
 
     def _divide(self, stage: int, divisor: int) -> bool:
-        """Divides the means of a stage's gradients where they arrive. Returns False if they have arrived."""
+        """Divides the means of a stage's gradients where they arrive. Returns False if they have arrived, or if
+        none are sent."""
         gradients = self._gradients
+        if isinstance(gradients, ShardedPipelineGradients):
+            kept = gradients._sharded.kept  # of schedules in no_sync(); torch divides .grad
+            for each in gradients.passes.stages[stage].parameters:
+                if each in kept:
+                    kept[each].div_(divisor)
         if stage not in self._sent or not gradients.open or gradients.values_used:
             return False
         gradients.arrived.divisors |= dict.fromkeys(gradients.passes.members[stage], divisor)
