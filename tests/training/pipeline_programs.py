@@ -150,9 +150,15 @@ class Training:
         self.optimizers = self._optimizers()
         device = torch.device("cpu")
         # Known, torch runs no passes of its own to find them, which the modules would count.
-        known = lambda grad: torch.ones(ROWS, WIDTH, dtype=dtype, requires_grad=grad)  # noqa: E731
+        known = functools.partial(torch.ones, ROWS, WIDTH, dtype=dtype)
+        make = functools.partial(pipelining.PipelineStage, num_stages=self.count, device=device, group=own)
         self.stages = [
-            pipelining.PipelineStage(each, index, self.count, device, known(index > 0), known(True), own)
+            make(
+                each,
+                index,
+                input_args=known(requires_grad=index > 0),
+                output_args=known(requires_grad=True),
+            )
             for each, index in zip(called, self.indices, strict=True)
         ]
         self.handle = None
