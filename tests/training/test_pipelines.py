@@ -391,28 +391,33 @@ def test_ddp_around_the_module_of_a_stage_is_idle_until_detach(rank, schedule, m
 
 
 @pytest.mark.parametrize(
-    ("schedule", "part"),
+    ("schedule", "part", "keeps"),
     [
-        (SEVERAL[2], Part),
-        (SEVERAL[2], LatePart),
-        pytest.param(SEVERAL[1], Part, marks=SLOW),
-        pytest.param(SEVERAL[1], LatePart, marks=SLOW),
+        (SEVERAL[2], Part, False),
+        (SEVERAL[2], LatePart, True),
+        pytest.param(SEVERAL[2], Part, True, marks=SLOW),
+        pytest.param(SEVERAL[1], Part, True, marks=SLOW),
+        pytest.param(SEVERAL[1], LatePart, False, marks=SLOW),
     ],
 )
 @on_ranks(4)
-def test_a_stage_trains_as_in_one_process(rank, schedule, part, mode):
+def test_a_stage_trains_as_in_one_process(rank, schedule, part, keeps, mode):
     """With a zero bubble, or a ``dw_builder``, DDP leaves replicas different (pytorch #144530)."""
     pipeline = Pipeline(rank, mode, schedule, dtype=torch.float64, part=part)
     model = nn.Sequential(*map(Part, range(4))).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number in range(STEPS):
-        pipeline.step(number)
-        optimizer.zero_grad()
+        for each in () if keeps else (pipeline.optimizer, optimizer):
+            each.zero_grad()
+        pipeline.run(number)
+        pipeline.optimizer.step()
         for x, target in data_of(number, torch.float64)[:, :2, : pipeline.rows].transpose(0, 1):
             for count, (rows, goal) in enumerate(zip(x.chunk(4), target.chunk(4), strict=True)):
                 for each in model:
                     each.uses_spare = count == 0
-                (nn.functional.mse_loss(model(rows), goal) / 8).backward()
+                (nn.functional.mse_loss(model(rows), goal) / 2).backward()
+        for each in (each for each in model.parameters() if each.grad is not None):
+            each.grad.div_(4)
         optimizer.step()
     pipeline.handle.flush()
     wanted = [each for index in pipeline.indices for each in model[index].parameters()]
