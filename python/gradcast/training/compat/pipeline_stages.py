@@ -35,7 +35,7 @@ _REDUCE, _START_REDUCTION = "perform_reduce_grad", "start_gradient_reduction"  #
 
 
 class Makes(enum.Enum):
-    """How a call of a stage makes gradients: hooks see them, no hook sees them, or FSDP reduces them."""
+    """The way in which a call of a stage makes gradients: hooks see them, no hook sees them, or FSDP reduces them."""
 
     BY_AUTOGRAD = enum.auto()
     BY_HAND = enum.auto()
