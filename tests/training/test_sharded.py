@@ -97,6 +97,7 @@ def delayed(training: Training) -> None:
         training.step(number)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_ranks_at_different_speeds_train_as_natively(rank, mode):
     return differences(rank, mode, delayed)

@@ -1,4 +1,4 @@
-"""One rank of a pipeline as the profile of a step: what travels between its replicas, and when.
+"""One rank of a pipeline as the profile of a step: what its replicas send each other, and when.
 
 The schedules are 1F1B and interleaved 1F1B, with the bubbles of PTD-P (Narayanan et al., "Efficient Large-Scale
 Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, sections 2.2.1 and 2.2.2): a step of m
@@ -57,7 +57,7 @@ def step_of(profile: _core.Profile, pipeline: Pipeline) -> _core.Profile:
 
     ``profile``: what one rank would have without tensor parallelism, computing one micro-batch. Its backward pass in
     the result begins with the first pass of which gradients are sent; all before that belongs to forward. Tensor
-    parallelism divides bytes and compute; its own traffic is left out.
+    parallelism divides bytes and compute; its own traffic is omitted.
     """
     share = 1 / pipeline.tensor
     forward_ns, backward_ns = (each * share / pipeline.chunks for each in (profile.forward_ns, profile.backward_ns))
