@@ -173,7 +173,9 @@ def test_simulate_marks_plans_with_another_bound(run):
 def test_simulate_predicts_a_stage_of_a_pipeline(run):
     stage = ["--tensor", "2", "--pipeline", "4", "--micro-batches", "8", "--chunks", "2"]
     result = run("simulate", "resnet50", *NETWORK, *stage, "--policy", "forecast,ddp")
-    assert "tensor parallelism 2, 4 stages of 2 chunks, bubble 19 %, 8 micro-batches" in result.out
+    assert "resnet50, tensor parallelism 2, 4 stages of 2 chunks, bubble 19 %, 8 micro-batches:" in result.out
+    estimated = run("simulate", "gpt2", *NETWORK, "--tensor", "2").out
+    assert "gpt2, tensor parallelism 2, 1 micro-batch, estimated and not measured:" in estimated
     assert run("simulate", "resnet50", *NETWORK, *stage, "--scaling").code == 0
     assert "do not fill" in run("simulate", "resnet50", *NETWORK, "--pipeline", "4").err
 

@@ -100,7 +100,6 @@ def test_tensor_parallelism_divides_bytes_and_compute():
     whole, part = profile_of(1), step_of(profile_of(1), Pipeline(tensor=3))
     assert (part.forward_ns, part.backward_ns) == (whole.forward_ns / 3, whole.backward_ns / 3)
     assert part.tensors[0].bytes == 1336  # whole elements
-    assert part.name == "stage, tensor parallelism 3, 1 micro-batches"
 
 
 def test_more_micro_batches_leave_less_to_gain():

@@ -4,7 +4,6 @@ random_campaign.py).
 Natively the modules of stages are in DDP, or in replicate() where DDP is wrong (zero bubble).
 """
 
-import copy
 import dataclasses
 import functools
 import random
@@ -12,9 +11,8 @@ import warnings
 from typing import Any
 
 from training import random_campaign
-from training.attached import attach, planning
 from training.needs import torch
-from training.sharded_programs import CHANGES, CLIPS, OPTIMIZERS, READS, ZEROS, local, whole
+from training.sharded_programs import CHANGES, CLIPS, OPTIMIZERS, READS, ZEROS, Side
 
 nn = torch.nn
 WIDTH, ROWS, STEPS = 6, 2, 6  # ROWS: of a micro-batch
@@ -127,14 +125,11 @@ class Part(nn.Module):
         return y * self.spare if self.number - 1 in self.uses else y
 
 
-class Training:
-    """One side of a program. ``names``: those of the features' code. ``seen``: what it has read."""
-
+class Training(Side):
     def __init__(self, mesh, program: Program, is_ours: bool) -> None:
         from torch.distributed import pipelining
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        self.program, self.seen, self.number = program, [], 0
         self.pipelining, (position, self.replica) = pipelining, mesh.get_coordinate()
         own, replicas = mesh.get_group("stages"), mesh.get_group("replicas")
         self.count = 2 * SCHEDULES[program.schedule][0]
@@ -147,9 +142,7 @@ class Training:
             called = [replicate(each, mesh=mesh["replicas"]) for each in modules]
         elif program.wraps or not is_ours:
             called = [ddp(each, find_unused_parameters=True) for each in modules]
-        self.module = nn.ModuleList(modules)
-        self.params = [each for each in self.module.parameters() if each.requires_grad]
-        self.optimizers = self._optimizers()
+        super().__init__(program, nn.ModuleList(modules))
         device = torch.device("cpu")
         # Known, torch runs no passes of its own to find them, which the modules would count.
         known = functools.partial(torch.ones, ROWS, WIDTH, dtype=dtype)
@@ -163,39 +156,12 @@ class Training:
             )
             for each, index in zip(called, self.indices, strict=True)
         ]
-        self.handle = None
-        if is_ours:
-            group = None if program.wraps or program.replicate else replicas
-            self.handle = attach(self._given(), self.optimizers, program.mode, group, plan=planning(program.policy))
-        self.names = {
-            "module": self.module, "params": self.params, "optimizers": self.optimizers, "handle": self.handle,
-            "nn": nn, "torch": torch, "copy": copy, "whole": whole, "see": self.see, "kept": None,
-            "gradients": lambda: [each.grad for each in self.params if each.grad is not None],
-            "evaluate": lambda: self.schedule(2 * len(self.indices) if len(self.indices) > 1 else 2, "eval"),
-        }  # fmt: skip
-
-    def _optimizers(self) -> list[Any]:
-        program, half = self.program, len(self.params) // 2 if self.program.in_two else 0
-        parts: list[Any] = [part for part in (self.params[:half], self.params[half:]) if part]
-        if program.in_two == "groups":
-            parts = [[{"params": part, "lr": 0.01 * (1 + index)} for index, part in enumerate(parts)]]
-        kind, settings = OPTIMIZERS[program.optimizer]
-        form = "foreach" if program.form == "fused" and "adam" not in program.optimizer else program.form
-        settings = settings | ({"foreach": False} if form == "single" else {form: True})
-        return [kind(part, **settings) for part in parts]
+        group = None if program.wraps or program.replicate else replicas
+        evaluate = functools.partial(self.schedule, 2 * len(self.indices), "eval")
+        self.begin(self._given(), group, is_ours=is_ours, evaluate=evaluate)
 
     def _given(self):
         return self.stages if SCHEDULES[self.program.schedule][0] > 1 else self.stages[0]
-
-    def see(self, value) -> None:
-        self.seen.append(local(value).detach().clone() if isinstance(value, torch.Tensor) else value)
-
-    def do(self, code: str) -> None:
-        exec(code, self.names)
-
-    def leave(self) -> None:
-        if self.handle is not None:
-            self.handle.detach()
 
     def schedule(self, micro_batches: int, call: str = "step", uses: tuple[int, ...] = ()) -> None:
         self.number += 1
@@ -240,14 +206,7 @@ class Training:
                 each.step()
             for name in step.after:
                 self.do(CODE[name])
-        self.do(CODE["flush"])
-        states = [each.state.get(parameter, {}) for each in self.optimizers for parameter in self.params]
-        return {
-            "parameters": [local(each).detach().clone() for each in self.module.parameters()],
-            "gradients": [None if each.grad is None else local(each.grad).clone() for each in self.params],
-            "states": [{key: local(value).clone() for key, value in state.items()} for state in states],
-            "seen": self.seen,
-        }
+        return self.result()
 
 
 if __name__ == "__main__":

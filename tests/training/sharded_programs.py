@@ -243,13 +243,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # without gradients it is no DTensor
 
 
-class Training:
+class Side:
     """One side of a program. ``names``: those of the features' code. ``seen``: what it has read."""
 
-    def __init__(self, rank, mesh, program: Program, is_ours: bool) -> None:
-        self.rank, self.program, self.seen, self.number = rank, program, [], 0
-        self.module = sharded(Net(program), program, mesh)
-        self.params = [each for each in self.module.parameters() if each.requires_grad]
+    def __init__(self, program: Any, module: nn.Module) -> None:
+        self.program, self.module, self.seen, self.number, self.handle = program, module, [], 0, None
+        self.params = [each for each in module.parameters() if each.requires_grad]
         half = len(self.params) // 2 if program.in_two else 0
         parts: list[Any] = [part for part in (self.params[:half], self.params[half:]) if part]
         if program.in_two == "groups":
@@ -258,14 +257,16 @@ class Training:
         form = "foreach" if program.form == "fused" and "adam" not in program.optimizer else program.form
         settings = settings | ({"foreach": False} if form == "single" else {form: True})
         self.optimizers = [kind(part, **settings) for part in parts]
-        handle = None
+
+    def begin(self, given: Any, group: Any, *, is_ours: bool, **names: Any) -> None:
+        """Attaches, if it is ours, to what is given. ``names``: further ones."""
         if is_ours:
-            handle = attach(self.module, self.optimizers, program.mode, plan=planning(program.policy))
+            plan = planning(self.program.policy)
+            self.handle = attach(given, self.optimizers, self.program.mode, group, plan=plan)
         self.names = {
-            "module": self.module, "params": self.params, "optimizers": self.optimizers, "handle": handle, "nn": nn,
-            "torch": torch, "copy": copy, "whole": whole, "see": self.see, "batch": self.batch, "kept": None,
-            "gradients": lambda: [each.grad for each in self.params if each.grad is not None],
-            "order": program.steps[0].passes[0].order,
+            "module": self.module, "params": self.params, "optimizers": self.optimizers, "handle": self.handle,
+            "nn": nn, "torch": torch, "copy": copy, "whole": whole, "see": self.see, "kept": None,
+            "gradients": lambda: [each.grad for each in self.params if each.grad is not None], **names,
         }  # fmt: skip
 
     def see(self, value) -> None:
@@ -275,7 +276,25 @@ class Training:
         exec(code, self.names)
 
     def leave(self) -> None:
-        self.do(CODE["detach"])
+        self.do(LEAVE["detach"])
+
+    def result(self) -> dict:
+        self.do(CHANGES["flush"])
+        states = [each.state.get(parameter, {}) for each in self.optimizers for parameter in self.params]
+        return {
+            "parameters": [local(each).detach().clone() for each in self.module.parameters()],
+            "gradients": [None if each.grad is None else local(each.grad).clone() for each in self.params],
+            "states": [{key: local(value).clone() for key, value in state.items()} for state in states],
+            "seen": self.seen,
+        }
+
+
+class Training(Side):
+    def __init__(self, rank, mesh, program: Program, is_ours: bool) -> None:
+        super().__init__(program, sharded(Net(program), program, mesh))
+        self.rank = rank
+        order = program.steps[0].passes[0].order
+        self.begin(self.module, None, is_ours=is_ours, batch=self.batch, order=order)
 
     def train(self) -> dict:
         for number, step in enumerate(self.program.steps):
@@ -291,14 +310,7 @@ class Training:
                     each.step()
             for name in step.after:
                 self.do(CODE[name])
-        self.do(CODE["flush"])
-        states = [each.state.get(parameter, {}) for each in self.optimizers for parameter in self.params]
-        return {
-            "parameters": [local(each).detach().clone() for each in self.module.parameters()],
-            "gradients": [None if each.grad is None else local(each.grad).clone() for each in self.params],
-            "states": [{key: local(value).clone() for key, value in state.items()} for state in states],
-            "seen": self.seen,
-        }
+        return self.result()
 
     def passes(self, step: Step):
         self.do(ZEROS[step.zero])

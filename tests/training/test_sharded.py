@@ -104,7 +104,7 @@ def test_ranks_at_different_speeds_train_as_natively(rank, mode):
 
 
 def memory_bytes() -> int:
-    """Of all tensors that Python knows."""
+    """The memory of all tensors that Python knows."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     with torch._C.DisableTorchFunctionSubclass():
         storages = [sharding.local_of(each).untyped_storage() for each in found if each.layout == torch.strided]

@@ -250,12 +250,18 @@ def profile_name(profile: _core.Profile, scale: float) -> str:
     return own if scale == 1 else f"{own} (times x {scale:g})"
 
 
+ESTIMATED = "estimated and not measured"
+
+
+def is_estimate(profile: _core.Profile) -> bool:
+    return profile.name in ESTIMATED_PROFILES and profile.backward_ns == 2 * profile.forward_ns
+
+
 def describe_profile(profile: _core.Profile, scale: float = 1.0) -> str:
-    is_estimate = profile.name in ESTIMATED_PROFILES and profile.backward_ns == 2 * profile.forward_ns
     return (
         f"{profile_name(profile, scale)}: {len(profile.tensors)} tensors, {format_size(total_bytes(profile))}; "
         f"backward {format_ms(profile.backward_ns)} + forward {format_ms(profile.forward_ns)} = "
-        f"{format_ms(compute_ns(profile))} of compute" + (", estimated and not measured" if is_estimate else "")
+        f"{format_ms(compute_ns(profile))} of compute" + (f", {ESTIMATED}" if is_estimate(profile) else "")
     )
 
 

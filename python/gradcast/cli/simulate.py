@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     pipeline = Pipeline(args.tensor, args.pipeline, args.micro_batches, args.chunks)
     profiles = common.profiles_from(args)
     if pipeline != Pipeline():
-        profiles = [step_of(profile, pipeline) for profile in profiles]
+        profiles = [_staged(profile, pipeline) for profile in profiles]
     if args.scaling:
         simulate_scaling.run(args, profiles)
         return
@@ -106,6 +106,11 @@ def run(args: argparse.Namespace) -> None:
         fields["networks"][0]["local_steps"] = _local_steps(args.sync_every, profile, networks[0].link)
     if not simulate_networks.print_result(args, fields):
         _print(args, profile, networks[0], comparison, fields["networks"][0])
+
+
+def _staged(profile: _core.Profile, pipeline: Pipeline) -> _core.Profile:
+    parts = [profile.name, str(pipeline)] + ([common.ESTIMATED] if common.is_estimate(profile) else [])
+    return step_of(profile, pipeline).replace(name=", ".join(parts))
 
 
 def _powersgd(rank: int, profile: _core.Profile, link: _core.LinkModel) -> dict[str, Any]:

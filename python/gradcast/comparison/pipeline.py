@@ -49,7 +49,7 @@ class Pipeline:
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
         parts = [f"tensor parallelism {self.tensor}"] if self.tensor > 1 else []
         parts += [f"{self.stages} stages{chunks}, bubble {format_percent(self.bubble)}"] if self.stages > 1 else []
-        return ", ".join([*parts, f"{self.micro_batches} micro-batches"])
+        return ", ".join([*parts, f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"])
 
 
 def step_of(profile: _core.Profile, pipeline: Pipeline) -> _core.Profile:
@@ -77,7 +77,6 @@ def step_of(profile: _core.Profile, pipeline: Pipeline) -> _core.Profile:
         )
 
     return profile.replace(
-        name=f"{profile.name}, {pipeline}",
         forward_ns=passes * (forward_ns + backward_ns) - last_ns,
         backward_ns=last_ns,
         tensors=[moved(each) for each in profile.tensors],

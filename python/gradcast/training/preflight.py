@@ -109,6 +109,14 @@ def check_sharded(options: Options, accepted: Accepted, *, disabled: bool) -> No
 def check_stages(options: Options, stages: Sequence[Stage], process_group: Any, *, disabled: bool) -> None:
     """Raises for what gradcast cannot do with stages of a pipeline."""
     _refuse_options(options, _NOT_IN_STAGES, "stages of a pipeline")
+    parameters = [each for stage in stages for each in stage.parameters]
+    if not any(each.requires_grad for each in parameters):
+        raise refused("all stages of this rank are frozen, and nothing is sent for them; omit attach on such ranks")
+    if len({id(each) for each in parameters}) < len(parameters):
+        raise refused(
+            "stages of this rank have a parameter in common; give each a copy, and add up their gradients between "
+            "schedule.step() and step()"
+        )
     if any(is_sharded(stage.module) for stage in stages):
         return  # the mesh has the replicas, and FSDP averages where gradcast does not
     if process_group is None:

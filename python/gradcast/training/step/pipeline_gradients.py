@@ -120,7 +120,7 @@ class PipelineGradients(DTensorGradients):
 
 
 class ShardedPipelineGradients(PipelineGradients, ShardedGradients):
-    """Of stages that FSDP shards. ``parts``: the arguments of ShardedGradients."""
+    """The same where FSDP shards the stages. ``parts``: the arguments of ShardedGradients."""
 
 
 class _Schedule:
