@@ -119,10 +119,10 @@ def test_ddp_around_the_module_of_a_stage_is_idle_until_detach(rank, schedule, m
     ("schedule", "part", "keeps"),
     [
         (SEVERAL[2], Part, False),
-        (SEVERAL[2], LatePart, True),
+        (SEVERAL[1], LatePart, False),
+        pytest.param(SEVERAL[2], LatePart, True, marks=SLOW),
         pytest.param(SEVERAL[2], Part, True, marks=SLOW),
         pytest.param(SEVERAL[1], Part, True, marks=SLOW),
-        pytest.param(SEVERAL[1], LatePart, False, marks=SLOW),
     ],
 )
 @on_ranks(4)
